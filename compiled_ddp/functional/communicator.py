@@ -1,5 +1,6 @@
 """The ranks that functional gradients are reduced over, and what each of them launches next."""
 
+import array
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,22 +32,29 @@ from compiled_ddp.ranks.rank_group import RankGroup
 _CALL, _CALL_SQUARED, _DEPARTED, _REMAINING, _WISHES, _GROUPS, _GROUPS_SQUARED = range(7)
 
 
-def new_leading(device: torch.device) -> Tensor:
-    """Memory for the leading riders."""
-    with torch_private.tracing.outside_of_traces():
-        return torch.zeros(FIRST_USED, dtype=torch.float32, device=device)
+class Leading:
+    """The leading riders of a reduction: a `tensor`, which the host writes in each call."""
 
+    def __init__(self, device: torch.device) -> None:
+        # On CPU the tensor is memory of Python's: operators would take longer to write seven numbers into it.
+        self._on_host = array.array("f", bytes(4 * FIRST_USED)) if device.type == "cpu" else None
+        with torch_private.tracing.outside_of_traces():
+            if self._on_host is not None:
+                self.tensor = torch.frombuffer(self._on_host, dtype=torch.float32)
+            else:
+                self.tensor = torch.zeros(FIRST_USED, dtype=torch.float32, device=device)
 
-def write_turn(
-    into: Tensor, *, call: int, remaining: int, groups: int, departs: bool = False, wishes: bool = False
-) -> None:
-    values = [0.0] * FIRST_USED
-    values[_CALL] = float(call % COUNT_MODULUS)
-    values[_CALL_SQUARED] = values[_CALL] ** 2
-    values[_DEPARTED], values[_REMAINING], values[_WISHES] = float(departs), float(remaining), float(wishes)
-    values[_GROUPS], values[_GROUPS_SQUARED] = float(groups), float(groups) ** 2
-    with torch_private.tracing.outside_of_traces():
-        into.copy_(to_copy(values, into.device), non_blocking=True)
+    def write(self, *, call: int, remaining: int, groups: int, departs: bool = False, wishes: bool = False) -> None:
+        values = [0.0] * FIRST_USED
+        values[_CALL] = float(call % COUNT_MODULUS)
+        values[_CALL_SQUARED] = values[_CALL] ** 2
+        values[_DEPARTED], values[_REMAINING], values[_WISHES] = float(departs), float(remaining), float(wishes)
+        values[_GROUPS], values[_GROUPS_SQUARED] = float(groups), float(groups) ** 2
+        if self._on_host is not None:
+            self._on_host[:] = array.array("f", values)
+            return
+        with torch_private.tracing.outside_of_traces():
+            self.tensor.copy_(to_copy(values, self.tensor.device), non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -235,7 +243,7 @@ class Communicator:
         return planner if wanted.scattered is None else planner.of_shares()
 
     def begin(
-        self, leading: Tensor, *, remaining: int, groups: int = 1, departs: bool = False, wishes: bool = False
+        self, leading: Leading, *, remaining: int, groups: int = 1, departs: bool = False, wishes: bool = False
     ) -> Agreed:
         """Note that the next launch comes, and write what this rank tells the others of it into `leading`.
 
@@ -253,7 +261,7 @@ class Communicator:
         self._calls += 1
         own.progress.forward_began(self._calls)
         own.progress.note_wait(f"the gradients of {agreed.wanted.function}")
-        write_turn(leading, call=self._calls, remaining=remaining, groups=groups, departs=departs, wishes=wishes)
+        leading.write(call=self._calls, remaining=remaining, groups=groups, departs=departs, wishes=wishes)
         return agreed
 
     # ---- what other ranks tell ---------------------------------------------------------------------------------------
@@ -303,11 +311,11 @@ class Communicator:
     def depart(self) -> None:
         """Send zeros for the next launch, and tell the others that this rank wants another one, or cannot go on."""
         agreed_next = self.order.ahead(1)[0]
-        leading = new_leading(agreed_next.wanted.device)
+        leading = Leading(agreed_next.wanted.device)
         with torch_private.tracing.outside_of_traces():
             agreed = self.begin(leading, remaining=0, departs=True)
             with self._explaining(agreed.wanted.function):
-                sums = agreed.launch_zeros(leading, self.group_name)
+                sums = agreed.launch_zeros(leading.tensor, self.group_name)
             self.look([sums])
             self._note_turns(self._reader.rest())
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ class Arguments:
     the same shape, strides, dtype and memory. `Unchanged` tells.
     """
 
-    def __init__(self, tree: Any) -> None:
-        self.tree = tree
+    def __init__(self, tree: Any, watched: Iterable[dict[str, Any]] = ()) -> None:
+        """Who passes them again has looked at what is `watched`, in the same call: nothing there was replaced."""
+        self.tree, self.watched = tree, watched
         leaves, structure = torch_private.trees.flatten(tree)
         self.leaves = [*map(in_plain_memory, leaves)]
         self.structure = Hashed(structure)
@@ -84,6 +85,11 @@ class Unchanged:
         self._contents, self._tensors = RememberedParts(dictionaries), tensors
         self._are_of_same_kind, self._addresses = torch_private.dynamo.guard_of(tensors), self._addresses_now()
 
+    @property
+    def watched(self) -> list[dict[str, Any]]:
+        """The dictionaries."""
+        return self._contents.dictionaries
+
     def holds(self) -> bool:
         """Whether nothing has changed since this was made: asked in each call, in C. See [Note: as it was]."""
         return (
@@ -108,7 +114,8 @@ class Choice:
     def __init__(self, graph: Any, every: Sequence[Arguments], reads: Reads, around: Hashable) -> None:
         """`every` are the call's arguments, the last of which are its own; the others may be passed again."""
         *self._kept, own = every
-        self.graph, self._reads, self._around = graph, reads, around
+        self.graph, self._around = graph, around
+        self._reads = reads.but(itertools.chain.from_iterable(each.watched for each in self._kept))
         self._structure, self._kinds = own.structure, own.kinds  # and not its tensors: that would keep a batch
         self._generators = own.generators
         self._memory = frozenset(itertools.chain.from_iterable(each.memory for each in self._kept))

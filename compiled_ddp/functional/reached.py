@@ -105,10 +105,11 @@ class Reads:
     def __init__(self) -> None:
         self._asked: list[Callable[[], Any]] = []
         self._answers: list[Any] = []
-        self._contents: list[Collection[Any]] = []  # of containers, which follow them
+        self._containers: list[Collection[Any]] = []
         self._lengths: list[int] = []
+        self._contents: list[Collection[Any]] = []  # of those that have any, which follow them
         self._items: list[Any] = []
-        self._remembered: set[int] = set()  # the containers among these
+        self._held: dict[int, tuple[Collection[Any], list[Any]]] = {}  # each of the containers, with what it had
         self._arrays: list[tuple[Any, tuple[Hashable, ...]]] = []  # of numbers, and what they hold
 
     def are_as_they_were(self) -> bool:
@@ -116,12 +117,21 @@ class Reads:
         try:
             return (
                 all(map(operator.is_, map(operator.call, self._asked), self._answers))
-                and [*map(len, self._contents)] == self._lengths
+                and [*map(len, self._containers)] == self._lengths
                 and all(map(operator.is_, itertools.chain.from_iterable(self._contents), self._items))
                 and all(_numbers_of(values) == before for values, before in self._arrays)
             )
         except (ValueError, RuntimeError):  # an empty cell; or another thread changes what is read
             return False
+
+    def but(self, watched: Iterable[Collection[Any]]) -> "Reads":
+        """The same, without these containers, at which somebody else looks in each call."""
+        others, left = {*map(id, watched)}, Reads()
+        left._asked, left._answers, left._arrays = self._asked, self._answers, self._arrays
+        for place, (container, items) in self._held.items():
+            if place not in others:
+                left._hold(container, items)
+        return left
 
     def of(self, function: Callable[..., Any], *args: Any) -> Any:
         """What it returns for these, the same object as long as nothing changes."""
@@ -176,16 +186,25 @@ class Reads:
         return code
 
     def _remember(self, container: Any) -> None:
-        if id(container) in self._remembered:  # as of a part that is reached by itself too
-            return
-        self._remembered.add(id(container))
-        every: list[Any] = [container.keys(), container.values()] if isinstance(container, dict) else [container]
-        self._contents += every
-        self._lengths += map(len, every)
-        self._items += itertools.chain.from_iterable(every)
+        if id(container) not in self._held:  # as a part that is reached by itself too would be
+            self._hold(container, [*itertools.chain.from_iterable(_views_of(container))])
+
+    def _hold(self, container: Any, items: list[Any]) -> None:
+        self._held[id(container)] = container, items
+        views = _views_of(container)
+        self._containers.append(container)
+        self._lengths.append(len(items) // len(views))
+        if items:  # most of a module's hooks are none
+            self._contents += views
+            self._items += items
 
 
 _MISSING, _EMPTY = object(), types.CellType()
+
+
+def _views_of(container: Any) -> list[Collection[Any]]:
+    """What it holds, in collections that follow it."""
+    return [container.keys(), container.values()] if isinstance(container, dict) else [container]
 
 
 def is_array(value: Any) -> bool:

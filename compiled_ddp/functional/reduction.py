@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_ddp import torch_private
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.around_sum import AroundSum
-from compiled_ddp.functional.communicator import Communicator, new_leading
+from compiled_ddp.functional.communicator import Communicator, Leading
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.on_buckets import Kept, OnBuckets
 from compiled_ddp.functional.operator import SumOverRanks, naming_buckets
@@ -82,7 +82,7 @@ class GradientReduction:
         """It is defined at `place`, by which ranks tell functions of one name apart."""
         self.name, self.place, self.options = name, place, options
         self._communicator: Communicator | None = None
-        self._leading: dict[torch.device, Tensor] = {}
+        self._leading: dict[torch.device, Leading] = {}
         self._world: Hashable = None  # in which the communicator was made
         self._is_alone: bool | None = None  # whether there are no other ranks; None until the first call
 
@@ -187,8 +187,8 @@ class GradientReduction:
                 return [*results[: len(gradients)], *passengers, *results[len(gradients) :]]
             session = current_session()
             assert session is not None, "a hook on buckets is a compiled step's"
-            leading = new_leading(planned.wanted.device)
-            results = planned.launch(gradients, passengers, leading, "", [*given])
+            leading = Leading(planned.wanted.device)
+            results = planned.launch(gradients, passengers, leading.tensor, "", [*given])
             place = len(gradients) + len(passengers)
             session.note_run(Run(self.communicator, planned.wanted, leading), results.pop(place), parameters)
             return results
@@ -233,14 +233,14 @@ class GradientReduction:
     ) -> Sequence[Tensor]:
         wanted, first = self._wanted(parameters, gradients, passengers), FirstParameters([parameters])
         if wanted.device not in self._leading:
-            self._leading[wanted.device] = new_leading(wanted.device)
+            self._leading[wanted.device] = Leading(wanted.device)
         leading = self._leading[wanted.device]
         unit = Unit([Run(self.communicator, wanted, leading)])
         (agreed,) = unit.take_turn([Arrival.last_first(wanted)], first)
         unit.begin()
         is_profiled = torch_private.autograd.profiler_is_on()
         with unit.launching(), naming_buckets(agreed.bucket_name) if is_profiled else contextlib.nullcontext():
-            *sums, turn = agreed.launch(gradients, passengers, leading, self.communicator.group_name)
+            *sums, turn = agreed.launch(gradients, passengers, leading.tensor, self.communicator.group_name)
         unit.note_reduced(gradients, sums)
         unit.check([turn])
         unit.prove()
@@ -256,9 +256,9 @@ class GradientReduction:
     ) -> Sequence[Tensor]:
         """Ranks agree when all of the step has been traced: the order of gradients is not known before."""
         wanted = self._wanted(parameters, gradients, passengers)
-        leading = new_leading(wanted.device)
+        leading = Leading(wanted.device)
         unplanned = Agreed(wanted, Arrival.last_first(wanted), self.world_size, UNPLANNED)
-        *sums, turn = unplanned.launch(gradients, passengers, leading, "")
+        *sums, turn = unplanned.launch(gradients, passengers, leading.tensor, "")
         session.note_run(Run(self.communicator, wanted, leading), turn, parameters)
         return sums
 

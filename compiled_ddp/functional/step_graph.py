@@ -153,7 +153,7 @@ class Outcome(NamedTuple):
     value: Tensor  # this rank's loss
     aux: Any
     unused: tuple[str, ...]  # parameters that this rank's loss does not come to
-    used: Tensor  # for each parameter above 0 where some rank's loss comes to it
+    used: Tensor  # for each parameter whether some rank's loss comes to it; no part of a bucket, which would leave
     finite: Tensor | None  # whether all gradients are; None without a scale
     gradients: Tensors  # reduced; where ranks share the update, their shares
     factor: Tensor | None  # of all of them, to be unscaled and clipped; None where that is 1
@@ -161,13 +161,13 @@ class Outcome(NamedTuple):
 
     def used_by_some(self) -> Tensor | None:
         """For each parameter whether some rank uses it; None where this one uses all."""
-        return self.used > 0 if self.unused else None
+        return self.used if self.unused else None
 
     def applies(self) -> Tensor | None:
         """For each parameter whether it is to change; None where all are."""
         if self.finite is None:
             return self.used_by_some()
-        return (self.used > 0) & self.finite
+        return self.used & self.finite
 
     def updated(self, layout: Layout) -> set[str]:
         """The parameters that are to change."""
@@ -359,7 +359,7 @@ class StepGraph:
                 kept = [
                     torch.where(finite.to(new.device), new, old) for new, old in zip(kept, written.kept, strict=True)
                 ]
-            return Outcome(value, aux, unused, used, finite, gradients, factor), buffers, kept
+            return Outcome(value, aux, unused, used > 0, finite, gradients, factor), buffers, kept
 
         return reduced
 

@@ -14,7 +14,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.checks.proof import Proof, Recording
 from compiled_ddp.checks.values import Reference, compare
 from compiled_ddp.functional.agreements import Agreements
-from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.communicator import Communicator, Leading
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
 from compiled_ddp.functional.on_buckets import in_launch_order
@@ -58,7 +58,7 @@ class Run:
 
     communicator: Communicator
     wanted: Wanted
-    leading: Tensor
+    leading: Leading
 
     @property
     def key(self) -> Hashable:

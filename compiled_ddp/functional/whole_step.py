@@ -807,7 +807,7 @@ class TrainingStep:
         Parameters that had no state of the optimizer's, and have now, are put into `begun`.
         """
         written = Written(now.read.params, now.buffers, self._state(now, begun), now.held, now.kept)
-        made = Arguments(written), Arguments(now.read._replace(params={}))
+        made = now.passed(written), Arguments(now.read._replace(params={}))
         if not begun:
             now.in_update = made
         return made
@@ -905,12 +905,16 @@ class _Now:
     @functools.cached_property
     def beside_update(self) -> tuple[Arguments, Arguments]:
         """The arguments of a graph that adds a micro-batch."""
-        return Arguments(Written({}, self.buffers, {}, self.held)), Arguments(self.read)
+        return self.passed(Written({}, self.buffers, {}, self.held)), Arguments(self.read)
 
     @functools.cached_property
     def before_update(self) -> tuple[Arguments, Arguments]:
         """The arguments of a graph behind which the update is."""
-        return Arguments(Written({}, self.buffers, {}, self.held, self.kept)), Arguments(self.read)
+        return self.passed(Written({}, self.buffers, {}, self.held, self.kept)), Arguments(self.read)
+
+    def passed(self, written: Written) -> Arguments:
+        """What is passed again while this `is_still` so, which every call asks first."""
+        return Arguments(written, watched=self._unchanged.watched)
 
 
 def _unchanged(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> Unchanged:

@@ -624,7 +624,7 @@ def _ambient(device_types: Set[str]) -> Hashable:
     kinds = _kinds(device_types, "cpu" if accelerator is None else accelerator.type)
     autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    return autocast, torch.get_default_dtype(), torch.get_default_device(), is_deterministic
+    return autocast, torch.get_default_dtype(), torch_private.tracing.default_device(), is_deterministic
 
 
 @functools.cache

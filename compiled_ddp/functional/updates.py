@@ -94,7 +94,7 @@ def why_outside(optimizer: torch.optim.Optimizer) -> str:
     for group in optimizer.param_groups:
         if why := rule.why_not(group):
             return why
-        if any(parameter.is_complex() for parameter in group["params"]):
+        if any(map(Tensor.is_complex, group["params"])):
             return "it has complex parameters"
     return ""
 

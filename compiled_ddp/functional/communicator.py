@@ -40,7 +40,7 @@ class Leading:
         self._on_host = array.array("f", bytes(4 * FIRST_USED)) if device.type == "cpu" else None
         with torch_private.tracing.outside_of_traces():
             if self._on_host is not None:
-                self.tensor = torch.frombuffer(self._on_host, dtype=torch.float32)
+                self.tensor = torch.asarray(self._on_host, dtype=torch.float32, device="cpu", copy=False)
             else:
                 self.tensor = torch.zeros(FIRST_USED, dtype=torch.float32, device=device)
 

@@ -497,7 +497,7 @@ class CompiledStep:
             lent = _lent([plan for plan, _ in plans], rows=rows)
             flat_buffers = FlatBuffers(lent, self._memory, unit.communicators[0].rank if unit is not None else 0)
             traced = traced.add_inputs(flat_buffers.inputs, "flat_buffer")
-            hooks = {place: one.programs for place, one in enumerate(agreed) if one.programs}
+            hooks = {place: found for place, one in enumerate(agreed) if (found := one.programs)}
             pipeline = StepPipeline(plans, self._backend == "aot_eager", lent=True, lends_rows=rows, hooks=hooks)
             identity = f"{pipeline.cache_identity} {torch_private.tracing.labels_of(traced.graph_module.graph)}"
             rewriting = torch_private.inductor.rewriting_step(pipeline.run, identity)

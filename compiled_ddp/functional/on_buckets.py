@@ -73,21 +73,20 @@ class OnBuckets:
             if before is not None:
                 self._on.load_state_dict(before.state_dict(self._names), self._names, [*self._parameters.values()])
 
-    def begin(self, plan: BucketPlan, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """What is kept for the buckets of a plan of gradients with these `names`, which are known: `tensors`."""
+    def begin(self, plan: BucketPlan, names: Sequence[str]) -> None:
+        """Let `tensors` be what is kept for the buckets of a plan of gradients with these `names`, which are known."""
         with outside_of_traces():
             numbers = {name: number for number, name in enumerate(self._names)}
             renumbered = plan.renumbered({place: numbers[name] for place, name in enumerate(names)})
             section = Section(renumbered, "graph")
             self._own.adopt([section], self._names, lasting=True)
             self.tensors = tuple(each for place in self._own.places([section]) for each in self._own.state(place))
-        return self.tensors
 
     def state_dict(self) -> dict[str, list[Tensor]]:
         return {} if self._on is None else self._on.state_dict(self._names)
 
     def load_state_dict(self, state: Mapping[str, Sequence[object]]) -> None:
-        """Behind `know`. What the next `begin` returns has it."""
+        """Behind `know`, and before the next `begin`."""
         self._own.load_state_dict(state, self._names, [*self._parameters.values()])
         self.tensors = ()
 

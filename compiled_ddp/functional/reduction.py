@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
+from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.around_sum import AroundSum
 from compiled_ddp.functional.communicator import Communicator, Leading
@@ -24,6 +25,7 @@ from compiled_ddp.functional.shares import scattered_by
 from compiled_ddp.functional.unit import Run, Unit, break_off
 from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Arrival, Scattered, Wanted
 from compiled_ddp.options import is_number
+from compiled_ddp.passes.inline_hook import HOOKS_GROUP
 from compiled_ddp.plan import FIRST_USED, gradient_dtype
 from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.ranks.rank_group import check_kind
@@ -105,8 +107,10 @@ class GradientReduction:
         return 0 if self._communicator is None else self._communicator.rank
 
     @property
-    def is_on_gloo(self) -> bool:
-        return self._communicator is not None and torch_private.groups.is_gloo(self._communicator.process_group)
+    def for_hooks(self) -> Ranks:
+        """The ranks as communication hooks see them whose programs go into graphs, before there is a group."""
+        is_on_gloo = self._communicator is not None and self._communicator.agreements.ranks.is_gloo
+        return Ranks(self.world_size, HOOKS_GROUP, self.own_rank if is_on_gloo else None)
 
     @property
     def global_rank(self) -> int:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.comm_hooks import CommHook, Ranks
+from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_function, format_names
 from compiled_ddp.functional.around_sum import AroundSum, hook_of_step
@@ -54,7 +54,6 @@ from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.model.checks import check_model, check_writable, properties_of
 from compiled_ddp.model.managed import is_wrapper
 from compiled_ddp.options import check_comm_hook, check_compiler, check_plan, is_number
-from compiled_ddp.passes.inline_hook import HOOKS_GROUP
 from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.plan.sequence import described
 from compiled_ddp.planning.saved_plan import SavedPlan
@@ -748,10 +747,8 @@ class TrainingStep:
 
     def _know(self, hook: OnBuckets, parameters: Mapping[str, Tensor]) -> None:
         """Let it know what it may keep something for, and among which ranks."""
-        reduction = self._graph.reduction
-        reduction.find_ranks()
-        place = reduction.own_rank if reduction.is_on_gloo else None
-        hook.know(parameters, Ranks(reduction.world_size, HOOKS_GROUP, place))
+        self._graph.reduction.find_ranks()
+        hook.know(parameters, self._graph.reduction.for_hooks)
 
     def _hold(self, params: Mapping[str, nn.Parameter]) -> None:
         """Memory for the sums of micro-batches' gradients, zeros before the first.

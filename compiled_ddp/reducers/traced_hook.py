@@ -32,6 +32,7 @@ from compiled_ddp.comm_hooks import CommHook, Ranks, StatefulHook
 from compiled_ddp.passes.graph_edit import output_values, set_output_values
 from compiled_ddp.passes.inline_hook import rounds
 from compiled_ddp.passes.ops import LAUNCHES, all_gather, all_reduce, wait_tensor
+from compiled_ddp.passes.schedule_collectives import descendants
 from compiled_ddp.plan import Bucket, Gradient, GradientSpec, Section, gradient_dtype
 from compiled_ddp.planning.assignment import place_buckets
 from compiled_ddp.ranks.communicator import Communicator
@@ -257,10 +258,7 @@ class HookProgram:
         self.state = self.graph.find_nodes(op="placeholder")[1:]  # its inputs that are that
         self.launches = [node for node in nodes if node.target in LAUNCHES]  # the same on every rank, in this order
         self.rounds = rounds(self.launches)
-        waited = {node for node in nodes if node.target is wait_tensor}
-        for node in nodes:
-            if not waited.isdisjoint(node.all_input_nodes):
-                waited.add(node)
+        waited = descendants(nodes, [node for node in nodes if node.target is wait_tensor])
         # Where a collective needs another one's result, the others would have to be launched in between.
         several_rounds = bool(self.rounds[1])
         self.first = nodes if several_rounds else [node for node in nodes if node not in waited]

@@ -290,7 +290,7 @@ class CompiledDDP(DataParallelWrapper):
         call = self._bindings.call(segment, inputs, node) if reduces else None
         self._calls.note(segment, call)
         if call is not None:
-            torch_private.autograd.attach(node, call)
+            setattr(node, torch_private.autograd.CALL, call)
         elif reduces and segment.why_hooks is not None:
             self._bindings.report_left(inputs, segment.why_hooks)
 

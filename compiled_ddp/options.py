@@ -284,7 +284,7 @@ class Options(CompilerOptions, BucketOptions):
         """DDP's rule: `forward_sync_buffers` leaves the synchronisation at construction alone."""
         return self.forward_sync_buffers is not None or self.broadcast_buffers
 
-    @property
+    @functools.cached_property
     def synchronise_buffers_in_forward(self) -> bool:
         return self.broadcast_buffers if self.forward_sync_buffers is None else self.forward_sync_buffers
 

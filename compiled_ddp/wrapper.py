@@ -152,7 +152,8 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._lifecycle is Lifecycle.COPY:
             return self._forward_of_copy(*self._settings.placed(args, kwargs))
-        self._check_in_use()
+        if self._lifecycle is not Lifecycle.IN_USE:
+            self._check_in_use()
         module: nn.Module = self._modules["module"]  # type: ignore[assignment]  # spares a call of __getattr__
         return self._forwards.run(module, args, kwargs, training=module.training)
 

@@ -171,8 +171,9 @@ class Program:
                 graph.fingerprint_at(call.fingerprint, saved_and_tangents) if graph.is_dynamic else call.fingerprint
             )
             if isinstance(section, SteadyGraph):
-                if section.has_met(compiled, fingerprint):
-                    saved_and_tangents += section.inputs(self._lent_buckets)
+                given = section.inputs(self._lent_buckets, compiled, fingerprint)
+                if given is not None:
+                    saved_and_tangents += given
                     return section, compiled, 0
                 section = section.in_general()
             section.note_graph(
@@ -545,7 +546,7 @@ class Segment:
         if torch_private.autograd.keeps_graph():
             self.graph.spare_saved_tensors()
         undefined = self._undefined(node) if self.may_leave_out else _NOTHING
-        call: SegmentCall | None = torch_private.autograd.attached(node)
+        call: SegmentCall | None = getattr(node, torch_private.autograd.CALL, None)
         runtime = call.until_backward.take() if call is not None else None
         if call is not None and runtime is not None:
             if undefined:
@@ -620,7 +621,7 @@ class Bindings:
 
         Raises RuntimeError if an input is a parameter that has been put into the model since it was wrapped.
         """
-        parameters, known = self._parameters(segment, inputs), self._known_of(segment)
+        parameters, known = self._parameters(segment, inputs), self._known.get(segment) or self._known_of(segment)
         binding = known.bindings.get(parameters)
         if binding is None:
             binding = self._binding(known, segment, _those_once(parameters), inputs)
@@ -666,10 +667,7 @@ class Bindings:
         return tuple(map(self._index_of_parameter.get, ids))
 
     def _known_of(self, segment: Segment) -> "_Known":
-        known = self._known.get(segment)
-        if known is None:
-            known = self._known[segment] = _Known()
-        return known
+        return self._known.setdefault(segment, _Known())
 
     def _bound_to(
         self, known: "_Known", segment: Segment, parameters: _Parameters, inputs: Sequence[Any] = ()

@@ -18,7 +18,7 @@ from compiled_ddp.passes.ops import meets_other_ranks
 
 _UNFUSED = ("flex_attention",)  # operators that need another order of memory where they are not compiled
 _EPSILONS = {"ieee": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-7}  # of what float32 is rounded to
-_TABLE = 2**20 + 7  # random numbers that are used again and again
+_TABLE = 2**20 + 7  # random numbers at most, that are used again and again
 
 
 @dataclass(frozen=True)
@@ -248,10 +248,11 @@ class RoundingAtRandom(Operators):
 
     def _table(self, value: Tensor, epsilon: float) -> Tensor:
         """Factors around one; the dtype of a value with fewer bits rounds them to one of its neighbours."""
-        key = value.device, value.dtype
-        if key not in self._tables:
-            generator = self._generator(value.device)
-            drawn = torch.rand(_TABLE, dtype=torch.float64, device=value.device, generator=generator)
+        key, needed = (value.device, value.dtype), min(value.numel(), _TABLE)
+        known = self._tables[key].numel() if key in self._tables else 0
+        if known < needed:
+            generator, number = self._generator(value.device), min(max(needed, 2 * known), _TABLE)
+            drawn = torch.rand(number, dtype=torch.float64, device=value.device, generator=generator)
             factors = 1.0 + epsilon * (2.0 * drawn - 1.0)
             self._tables[key] = factors if value.dtype == torch.float64 else factors.to(torch.float32)
         return self._tables[key]

@@ -30,19 +30,18 @@ class RememberedParts:
     def __init__(self, siblings: Sequence[Mapping[str, Part]]) -> None:
         """`siblings` are the `_modules`, `_parameters` or `_buffers` of some modules."""
         self._now, self._before = siblings, [dict(now) for now in siblings]
-        self.dictionaries = [now for now in siblings if isinstance(now, dict)]  # which hold `number` parts together
+        self.dictionaries = [now for now in siblings if isinstance(now, dict)]  # of these `lengths`
         # What TorchScript has in place of one has no views, and other parts under the same names for good.
         self._others = [(now, dict(now)) for now in siblings if not isinstance(now, dict)]
         filled = [now for now in self.dictionaries if now]
         self._names, self._values = [now.keys() for now in filled], [now.values() for now in filled]
-        self._lengths_before = [*map(len, self.dictionaries)]
-        self.number = sum(self._lengths_before)
+        self.lengths = [*map(len, self.dictionaries)]
         self._names_before, self._values_before = [*_chained(self._names)], [*_chained(self._values)]
 
     def are_untouched(self) -> bool:
         """Whether each holds the same under the same names, in the same order."""
         return (
-            [*map(len, self.dictionaries)] == self._lengths_before
+            [*map(len, self.dictionaries)] == self.lengths
             and all(map(operator.is_, _chained(self._values), self._values_before))
             and [*_chained(self._names)] == self._names_before
             and all(itertools.starmap(_are_the_same, self._others))
@@ -178,13 +177,13 @@ class ModelWatch:
             and self._are_of_same_kind(*self._trained)
             and [*map(_grad_dtype, self._trained)] == self._grad_dtypes
             and not any(map(_requires_grad, self._frozen))
-            and not torch_private.tensors.any_has_optimizer_in_backward(self._trained)
+            and not any(map(hasattr, self._trained, _OPTIMIZERS))
         ):
             return _UNCHANGED
         return self._look_closely()
 
     def _look_closely(self) -> Look:
-        if torch_private.tensors.any_has_optimizer_in_backward(self._trained):
+        if any(map(hasattr, self._trained, _OPTIMIZERS)):
             check_stepped_after_backward(self._state.trained())
         in_place = self._contents.are_in_place()
         if not in_place:
@@ -208,9 +207,10 @@ class ModelWatch:
         """Whether something stands elsewhere than it did, or was unfrozen: the part of a look for behind a forward."""
         return not self._contents.are_untouched() or any(map(_requires_grad, self._frozen))
 
+    @property
     def has_grown(self) -> bool:
         """Whether a module holds more parts than it did, or fewer: quicker still, for other moments."""
-        return sum(map(len, self._contents.dictionaries)) != self._contents.number
+        return [*map(len, self.dictionaries)] != self.lengths
 
     def newcomers(self, known: Set[int]) -> dict[str, torch.nn.Parameter]:
         """What the model holds now and is to be trained, by name, but for those that are `known`, by their ids."""
@@ -287,6 +287,7 @@ class ModelWatch:
             if not parameter.requires_grad and id(parameter) not in trained
         ]
         self._contents = RememberedParts([held for part in parts for held in (part._modules, part._parameters)])
+        self.dictionaries, self.lengths = self._contents.dictionaries, self._contents.lengths  # of all parts
         self._take_buffers()
 
     def _take_kinds(self) -> None:
@@ -301,6 +302,7 @@ class ModelWatch:
 
 _UNCHANGED = Look()
 
+_OPTIMIZERS = itertools.repeat(torch_private.tensors.OPTIMIZERS_IN_BACKWARD)
 _requires_grad, _grad_dtype = operator.attrgetter("requires_grad"), operator.attrgetter("grad_dtype")
 
 

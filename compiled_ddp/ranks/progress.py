@@ -5,7 +5,7 @@ import sysconfig
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -63,13 +63,20 @@ class Position:
     course: Course = _BEGINNING
 
 
+_NO_MEMORY: Mapping[int, torch.Tensor] = {}
+
+
 @dataclass
 class _GraphRun:
     """A graph that launches the buckets from `first` on by itself."""
 
     first: int
     launches_before: int
-    lent: Mapping[int, int] = field(default_factory=dict)  # address of memory that it fills -> position of its bucket
+    lent: Mapping[int, int]  # address of memory that it fills -> position of its bucket
+
+
+def _places_of(memory: Mapping[int, torch.Tensor]) -> Mapping[int, int]:
+    return dict(zip(map(torch.Tensor.data_ptr, memory.values()), memory, strict=True))
 
 
 @dataclass
@@ -83,6 +90,7 @@ class _Backward:
     launched: int = -1  # position of the last bucket launched by hooks, or by a graph that has ended
     awaits: int | None = None  # position of the bucket that is waited for outside of a graph
     graph: _GraphRun | None = None
+    launches_before: int = 0  # collectives launched on the communicator when it began
 
     def name(self, position: int) -> str:
         if position >= len(self.buckets):
@@ -169,36 +177,39 @@ class RankProgress:
         collectives: Sequence[int],
     ) -> None:
         """`buckets` come with their sections, in launch order; `collectives` tells how many reduce each of them."""
-        self._backward = _Backward(buckets, origins, parameter_names, collectives)
+        self._backward = _Backward(buckets, origins, parameter_names, collectives, launches_before=self.launches)
         self._step, self._stage, self._awaits = step, _IN, ""
         self._comes, self._backwards = 0, self._backwards + 1
         self._thread = threading.get_ident()
 
-    def backward_ended(self) -> None:
-        self._stage = _AFTER
+    def backward_ended(self, *, launched_all: bool = False) -> None:
+        """With `launched_all` it has launched all that it has, and nothing besides: `all_launched`."""
+        if launched_all:
+            self.all_launched()
+        self._stage, self._backward.awaits = _AFTER, None
 
     def hooks_launched(self, position: int) -> None:
         self._backward.launched = position
 
-    def all_launched(self, launches: int) -> None:
-        """A backward has launched all that it has, which should make it `launches`. Else the count tells nothing."""
-        if self.launches != launches:
+    def all_launched(self) -> None:
+        """The backward has launched all that it has. If they are not as many as it has told of, the count is no use."""
+        if self.launches != self._backward.launches_before + sum(self._backward.collectives):
             self.counts_launches = False
 
     def hooks_await(self, position: int | None) -> None:
         """The bucket that is waited for from here on; None for none."""
         self._backward.awaits = position
 
-    def graph_began(self, first: int) -> None:
-        """A graph is about to launch the buckets from position `first` on."""
-        self._backward.graph = _GraphRun(first, self.launches)
+    def graph_began(self, first: int, memory: Mapping[int, torch.Tensor] = _NO_MEMORY) -> None:
+        """A graph is about to launch the buckets from position `first` on; of `memory` is told in `graph_fills`."""
+        self._backward.graph = _GraphRun(first, self.launches, _places_of(memory))
         self._thread = threading.get_ident()
 
     def graph_fills(self, memory: Mapping[int, torch.Tensor]) -> None:
         """The flat buffers, by position, that the graph has been lent."""
         graph = self._backward.graph
         assert graph is not None
-        graph.lent = dict(zip(map(torch.Tensor.data_ptr, memory.values()), memory, strict=True))
+        graph.lent = _places_of(memory)
 
     def graph_ended(self) -> None:
         self._backward.launched = self._backward.last_launched(self.launches)
@@ -211,6 +222,11 @@ class RankProgress:
         """Collectives launched on the communicator since it was made."""
         group = self._group()
         return 0 if group is None else self._count_launches(group)
+
+    @property
+    def launches_before(self) -> int:
+        """Those before the latest backward."""
+        return self._backward.launches_before
 
     @property
     def standing(self) -> tuple[object, ...]:

@@ -8,6 +8,8 @@ is theirs, and the buffer takes other. So it does where torch.multiprocessing ha
 
 import contextlib
 import functools
+import operator
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -98,7 +100,7 @@ class FlatBuffer:
         self.writers = Writers(self.flat)
         self.__dict__.pop("views", None)
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
-        self._own_holders = torch_private.tensors.storage_holders(self.flat)
+        self._own_holders = storage_holders(self.flat)
         self._address = self.address
 
     @functools.cached_property
@@ -121,7 +123,7 @@ class FlatBuffer:
 
         `gradients_in_place` is how many tensors may: each is the .grad of a parameter, and lies in this memory.
         """
-        holders = torch_private.tensors.storage_holders(self.flat)
+        holders = storage_holders(self.flat)
         storage = self.flat.untyped_storage()
         is_as_it_was = storage.data_ptr() == self._address and storage.nbytes() >= self.bucket.nbytes
         if holders > self._own_holders + gradients_in_place or not is_as_it_was:
@@ -129,7 +131,7 @@ class FlatBuffer:
 
     def lend(self) -> torch.Tensor:
         """Memory for a graph to pack this bucket into; new memory while anyone else holds a view of it."""
-        in_use = torch_private.tensors.storage_holders(self.flat) > self._own_holders
+        in_use = storage_holders(self.flat) > self._own_holders
         return torch.empty_like(self.flat) if in_use else self.flat
 
     def holds(self, index: int, gradient: torch.Tensor | None) -> bool:
@@ -173,7 +175,7 @@ class FlatBuffer:
         return self.flat if riders is None else self.flat.narrow(0, 0, riders.offset_elements)
 
     def put_all(self, indices: Sequence[int], gradients: list[torch.Tensor], share: float, *, in_place: bool) -> None:
-        """Place `share` times each of `gradients`, which are strided and of the bucket's dtype.
+        """Place `share` times each of `gradients`, one or more, which `are_strided`.
 
         `in_place` tells whether some may be where the buffer has them already.
         """
@@ -182,7 +184,8 @@ class FlatBuffer:
         views = [*map(self.views.__getitem__, indices)]
         if in_place:
             elsewhere = [pair for pair in zip(views, gradients, strict=True) if not pair[0].is_set_to(pair[1])]
-            torch_private.tensors.copy_all([view for view, _ in elsewhere], [gradient for _, gradient in elsewhere])
+            if elsewhere:
+                torch_private.tensors.copy_all([view for view, _ in elsewhere], [gradient for _, gradient in elsewhere])
         else:
             torch_private.tensors.copy_all(views, gradients)
         if share == 1.0:
@@ -207,6 +210,24 @@ class FlatBuffer:
     def put_zeros(self, index: int) -> None:
         self.writers.before_write()
         self.views[index].zero_()
+
+
+def are_strided(gradients: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether all of them are of this dtype, on this device, and neither sparse nor of another layout than strided."""
+    return {*map(_layout_of, gradients)} <= {torch.strided} and (
+        {*map(_dtype_of, gradients)} <= {dtype} and {*map(_device_of, gradients)} <= {device}
+    )
+
+
+_layout_of, _dtype_of, _device_of = map(operator.attrgetter, ("layout", "dtype", "device"))
+
+
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors, and other objects, hold `tensor`'s storage; a number to be compared with an earlier one."""
+    storage = tensor.untyped_storage()
+    # All of Python shares one object for a storage, which counts once however often it is held.
+    holders = torch_private.tensors.storage_holders(torch_private.tensors.address_of_storage(storage))
+    return holders + sys.getrefcount(storage)
 
 
 class SequenceBuffers(dict[int, FlatBuffer]):

@@ -300,7 +300,7 @@ class CarriedOver:
         self.weight = 1.0  # of this rank in a weighted mean
         self.piggyback: torch.Tensor | None = None  # the user's rider elements for the next synchronised backward
         self.piggybacked: torch.Tensor | None = None  # their sums over ranks in the latest one
-        self._to_tell: set[Flag] = set()
+        self.to_tell: set[Flag] = set()  # by the backward that begins next
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -332,16 +332,11 @@ class CarriedOver:
         With `state`, also the new state of a traced communication hook is lost. Others are told of it in the next
         backward, unless they know: then `tell` is False.
         """
-        self._to_tell = {flag for flag, wanted in ((Flag.LOST, tell), (Flag.STATE_LOST, state)) if wanted}
-
-    @property
-    def has_to_tell(self) -> bool:
-        """Whether the backward that begins has something to tell besides its numbers."""
-        return bool(self._to_tell) or self.piggyback is not None
+        self.to_tell = {flag for flag, wanted in ((Flag.LOST, tell), (Flag.STATE_LOST, state)) if wanted}
 
     def take_flags(self) -> set[Flag]:
         """What the backward that begins must tell."""
-        flags, self._to_tell = self._to_tell, set()
+        flags, self.to_tell = self.to_tell, set()
         return flags
 
     # ---- the user's --------------------------------------------------------------------------------------------------
@@ -442,4 +437,7 @@ class RiderReader:
 
     def _agree(self, sections: list[list[float]], count: int, squared: int) -> bool:
         """Whether all ranks have the same count: its variance over ranks, exact in these sums of small integers."""
-        return all(self._world_size * sums[squared] == sums[count] ** 2 for sums in sections)
+        for sums in sections:  # noqa: SIM110
+            if self._world_size * sums[squared] != sums[count] ** 2:
+                return False
+        return True

@@ -15,7 +15,13 @@ from compiled_ddp import torch_private
 from compiled_ddp.plan import Bucket, BucketPlan, Gradient
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.launch_observer import UNNAMED
-from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers, on_stream
+from compiled_ddp.step.buffers import (
+    MOST_ELEMENTS_GATHERED,
+    MOST_ELEMENTS_TOGETHER,
+    SequenceBuffers,
+    are_strided,
+    on_stream,
+)
 from compiled_ddp.step.hooks import refuse_late
 from compiled_ddp.step.launches import Launches
 
@@ -112,7 +118,7 @@ class ExistingGradients:
     def check_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError unless these parameters' gradients, which go into one bucket, can be reduced."""
         planned = self._parameters.gradients[indices[0]]
-        usual = torch_private.tensors.are_strided(gradients, planned.dtype, planned.device)
+        usual = are_strided(gradients, planned.dtype, planned.device)
         if not usual or not self._sharing.isdisjoint(indices):
             for index, gradient in zip(indices, gradients, strict=True):
                 self.check(index, gradient)

@@ -16,6 +16,7 @@ from compiled_ddp.step.gradients import any_has_gradient, requires_grad
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.reduction import DOES_NOT_FIT, FROZEN, Reduction
 from compiled_ddp.step.synchronised import SynchronisedBackward
+from compiled_ddp.torch_private.tensors import tensor_hooks_of
 
 if TYPE_CHECKING:
     from compiled_ddp.step.runtime import Runtime
@@ -265,7 +266,7 @@ class GraphReservations:
         forward: its rank would keep nothing of a mean in which others find its gradient.
         """
         parameters = [*map(self._reduction.parameters.tensors.__getitem__, call.index_of.values())]
-        if torch_private.tensors.any_has_hooks(parameters) and self.with_tensor_hooks(call):
+        if any(map(tensor_hooks_of, parameters)) and self.with_tensor_hooks(call):
             return False
         if accumulates and not all(map(requires_grad, parameters)):  # in C, for every parameter in every backward
             return False

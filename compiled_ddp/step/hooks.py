@@ -18,6 +18,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.plan import Gradient
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers
+from compiled_ddp.torch_private.modules import hooks_registered, own_hooks_registered
 
 # ---- users' hooks, deferred until they can see the reduced gradient --------------------------------------------------
 
@@ -114,6 +115,7 @@ class GradientHooks:
         self._listener = weakref.ref(listener)
         self._ids: dict[int, int] = {}  # of our hooks, by parameter: what their handles would remove them by
         self._watched: set[int] = set()  # the parameters on which these are not the tripwire
+        self.everywhere = not parameters  # whether every parameter is watched; asked in every step
         self._tripwire = functools.partial(_DO_NOTHING)  # [Note: tripwire]
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self.tell = functools.partial(_tripped, self._listener, self.index_of)
@@ -122,7 +124,7 @@ class GradientHooks:
         self._collected: dict[int, Collected] = {}  # by the position of their bucket
         self._collected_for: Callable[[], SequenceBuffers | None] = lambda: None  # whose buckets these are
         self.deferred: set[int] = set()  # the parameters on which users' hooks were found, which wait for `run_users`
-        self._hooks_registered = 0  # by anybody on anything, when these were looked for
+        self.registered = 0  # how many others had registered, on anything, when users' hooks were looked for
         # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
         by_weak = [weakref.ref(parameter) for parameter in parameters]
         weakref.finalize(self, _remove_all, self._ids, by_weak).atexit = False
@@ -132,11 +134,6 @@ class GradientHooks:
         listener = self._listener()
         assert listener is not None
         return GradientHooks(parameters, listener)
-
-    @property
-    def everywhere(self) -> bool:
-        """Whether every parameter is watched."""
-        return len(self._watched) == len(self._parameters)
 
     def install(self) -> None:
         """Watch every parameter, and hold back the users' hooks on them; a no-op where every one is watched."""
@@ -159,7 +156,8 @@ class GradientHooks:
                 self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
                 parameter.requires_grad_(False)
             self._watched.add(index)
-        self.defer_users()
+        self.everywhere = len(self._watched) == len(self._parameters)
+        self._defer_on_watched()
 
     def telling_of(self, index: int) -> Hook:
         """A hook that tells the listener of a gradient of this parameter."""
@@ -171,6 +169,7 @@ class GradientHooks:
         for index in self._watched.difference(keep, self.deferred):
             self.put(index, self._tripwire)
         self._watched &= keep | self.deferred
+        self.everywhere = len(self._watched) == len(self._parameters)
 
     def put(self, index: int, hook: Hook) -> None:
         """Let our hook on a parameter be this one, at its place among the others."""
@@ -186,7 +185,7 @@ class GradientHooks:
 
         Empty unless every parameter is watched.
         """
-        if len(self._watched) < len(self._parameters):
+        if not self.everywhere:
             return {}
         if self._collected_for() is not buffers:
             self._collected_for = weakref.ref(buffers)
@@ -208,18 +207,21 @@ class GradientHooks:
             _remove(own_id, self._parameters[index])
         self._ids.clear()
         self._watched.clear()
+        self.everywhere = not self._parameters
 
     def defer_users(self) -> None:
         """Let the users' hooks on parameters wait for `run_users`, where a backward is synchronised.
 
         Where any were registered since the latest look, on whatever it is, their parameters are watched from now on.
         """
-        registered = torch_private.modules.hooks_registered()
-        if registered != self._hooks_registered and len(self._watched) < len(self._parameters):
-            self._hooks_registered = registered
-            self.watch(torch_private.tensors.with_several_hooks(self._parameters))
-        if not self._watched:
-            return  # in most steps of a captured model
+        registered = hooks_registered() - own_hooks_registered()
+        if registered == self.registered:
+            return
+        self.registered = registered
+        self.watch(torch_private.tensors.with_several_hooks(self._parameters))
+        self._defer_on_watched()
+
+    def _defer_on_watched(self) -> None:
         watched = list(self._watched)
         for place in torch_private.tensors.with_several_hooks(map(self._parameters.__getitem__, watched)):
             index = watched[place]

@@ -363,7 +363,7 @@ class Launches:
                 return
         self.wait_for(*range(last + 1), results=results)
         if self.reducer.counts_collectives:
-            self._rank_progress.all_launched(self._launches_before + sum(self.collectives))
+            self._rank_progress.all_launched()
 
     def wait_for(self, *positions: int, results: bool = True) -> None:
         """Wait for these buckets, where hooks have launched them."""

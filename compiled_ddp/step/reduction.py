@@ -8,11 +8,13 @@ graphs of their sequence, all of them and in its order. If one will not, hooks r
 before the backward ends. And the sequence has its graphs first, so that no graph waits for gradients of eager code.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.checks.proof import Proof
@@ -69,6 +71,37 @@ class Fallback:
 _QUIET_UNTIL_FORGOTTEN = 64  # forwards and backwards of a model that has communicated, and does no more
 
 
+class _Counted:
+    """The process groups whose collectives may be the model's, and how each is counted: for all wrappers."""
+
+    def __init__(self) -> None:
+        self._groups: list[weakref.ref[dist.ProcessGroup]] = []  # all that there were at the latest look
+        self._counters: list[tuple[weakref.ref[dist.ProcessGroup], Callable[[dist.ProcessGroup], int]]] = []
+
+    def number(self) -> int:
+        """How many collectives this rank has launched on groups that this package has not made for itself."""
+        groups = [*map(weakref.ref, torch_private.groups.all_groups())]  # the same objects as long as these are kept
+        if groups != self._groups:
+            self._take(groups)
+        number = 0
+        for reference, launched_on in self._counters:
+            group = reference()
+            number += 0 if group is None else launched_on(group)
+        return number
+
+    def _take(self, groups: list[weakref.ref[dist.ProcessGroup]]) -> None:
+        alive = [(reference, group) for reference in groups if (group := reference()) is not None]
+        self._counters = [
+            (reference, torch_private.groups.launch_counter(group))
+            for reference, group in alive
+            if torch_private.groups.is_of_others(group)
+        ]
+        self._groups = groups
+
+
+_counted = _Counted()
+
+
 class ModelsCollectives:
     """Compares counts of collectives, on all process groups but those of this package."""
 
@@ -81,13 +114,13 @@ class ModelsCollectives:
     def begin(self) -> None:
         """The model's forward or backward begins."""
         if self._looks:
-            self._before = torch_private.groups.collectives_of_others()
+            self._before = _counted.number()
 
     def end(self) -> None:
         """It has ended. What was seen once, maybe of another thread, is not taken for the model's for ever."""
         if not self._looks:
             return
-        if torch_private.groups.collectives_of_others() != self._before:
+        if _counted.number() != self._before:
             self.seen, self._quiet = True, 0
         elif self.seen:
             self._quiet += 1
@@ -201,7 +234,7 @@ class Reduction:
 
     def newcomers(self) -> dict[str, torch.nn.Parameter]:
         """What has been put into the model since the latest look at it and is to be trained, by name."""
-        if self.watch is None or not self.watch.has_grown():  # as in most steps, which ask
+        if self.watch is None or not self.watch.has_grown:  # as in most steps, which ask
             return {}
         return self.watch.newcomers({*map(id, self.parameters.tensors), *map(id, self.sparse.tensors)})
 
@@ -218,12 +251,6 @@ class Reduction:
         if not any(section.falls_back for section in self.agreed.by_hooks):
             by_hooks = (index for section in self.agreed.by_hooks for index in section.plan.indices)
             self.hooks.rest(keep=self.agreed.unused.union(by_hooks))
-
-    def defer_users(self) -> None:
-        """Let the users' hooks on parameters wait for what is reduced."""
-        self.hooks.defer_users()
-        if self.sparse.names:
-            self.sparse.defer_users()
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 

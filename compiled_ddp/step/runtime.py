@@ -38,7 +38,7 @@ from compiled_ddp.step.reduction import Reduction, Wrapped
 from compiled_ddp.step.steady import SteadyGraph, SteadyHooks, SteadyStep
 from compiled_ddp.step.synchronised import SynchronisedBackward, returns_inputs_alone, watch_returned
 from compiled_ddp.torch_private.autograd import current_graph_task, evaluating_node, fate_of_gradient
-from compiled_ddp.torch_private.modules import is_joining
+from compiled_ddp.torch_private.modules import hooks_registered, is_joining, own_hooks_registered
 from compiled_ddp.users_code import warn_user
 
 _DISTRIBUTED_AUTOGRAD = (
@@ -422,7 +422,11 @@ class Runtime:
         dense, sparse = self.reduction.parameters.tensors, self.reduction.sparse.tensors
         trains = any(map(requires_grad, dense)) or any(map(requires_grad, sparse))
         self.forward.begin(synchronise=synchronise and trains, counted=synchronise and counted)
-        self.reduction.defer_users()
+        hooks, by_rows = self.reduction.hooks, self.reduction.sparse
+        if hooks.registered != hooks_registered() - own_hooks_registered():
+            hooks.defer_users()
+        if by_rows.names:
+            by_rows.defer_users()
         if not self.reduction.options.keep_buffers:
             self.reduction.agreed.buffers.let_go()
         if synchronise and counted:
@@ -475,7 +479,7 @@ class Runtime:
             nodes = {*filter(None, map(_grad_fn_of, outputs))}
             self.forward.returned(nodes)
             for node in nodes:
-                if torch_private.autograd.attached(node) is None:  # a captured segment's node begins it by itself
+                if not hasattr(node, torch_private.autograd.CALL):  # a captured segment's node begins it by itself
                     torch_private.autograd.register_own_prehook(
                         node, functools.partial(UntilBackward(self).tell, Runtime.output_reached)
                     )
@@ -519,8 +523,8 @@ class Runtime:
         steady = self._steady_graph if self.reduction.agreed.expects_graphs else self._steady_hooks
         number = self.number
         try:
-            if accumulates and not waits and steady.fits():
-                steady.begin(self._count(accumulates=True))
+            if accumulates and not waits and not self.communicator.has_failed and steady.fits():
+                steady.begin(self._take_number(accumulates=True))
                 self.under_way.begin_steady(steady)
                 return
             returned = None if accumulates else watch_returned(self.reduction.parameters.tensors)
@@ -555,10 +559,13 @@ class Runtime:
         return uneven is not None and is_joining(uneven.joinable) and uneven.is_training
 
     def _count(self, *, accumulates: bool) -> ForwardNumbers:
-        """Count a backward that begins; returns the numbers of forwards before it."""
+        """Count a backward that begins; returns the numbers of forwards before it. Raises RuntimeError if none can."""
+        self.reduction.refuse_if_broken()
+        self.reduction.hooks.defer_users()
+        return self._take_number(accumulates=accumulates)
+
+    def _take_number(self, *, accumulates: bool) -> ForwardNumbers:
         reduction, count, uneven = self.reduction, self.forward.count, self.reduction.uneven
-        reduction.refuse_if_broken()
-        reduction.hooks.defer_users()
         self.forward.backward_began(accumulates=accumulates)
         if uneven is not None and (uneven.factor != 1.0 or is_joining(uneven.joinable)):
             uneven.begin_backward(count.value)
@@ -637,9 +644,8 @@ class Runtime:
             self.enter()
             if self.under_way.steady is self._steady_graph:
                 alone = len(conductor.references) == 1
-                reserved = self._steady_graph.reserve(call, None if alone else self._may_wait_for_first)
-                if reserved is not None:
-                    return reserved
+                if self._steady_graph.reserve(call, None if alone else self._may_wait_for_first):
+                    return self._steady_graph
             backward = self.under_way.backward
             if backward is None:
                 self.under_way.run_locally(call)
@@ -866,13 +872,14 @@ class Runtime:
         if findings is None:
             return
         self.forward.count.settle(backwards=findings.backwards, forgiven=False)
-        self.under_way.end()
+        steady.end()
         reduction.models_collectives.end()
+        self.communicator.progress.backward_ended(launched_all=True)
+        self.under_way.end()
         if reduction.carried.used:
             reduction.carried.note_reduced()
         if not reduction.agreed.graphs_fit:
             reduction.agreed.note_mismatches(0)
-        self.communicator.progress.backward_ended()
 
     def begin_skipping(self) -> None:
         """Take part in the other ranks' synchronised backward with zeros: launch all, and wait for nothing yet."""

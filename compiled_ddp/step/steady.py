@@ -20,14 +20,13 @@ import torch.distributed as dist
 from compiled_ddp import torch_private
 from compiled_ddp.options import Options
 from compiled_ddp.plan import Bucket
-from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers
+from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers, are_strided
 from compiled_ddp.step.channel import Findings, ForwardNumbers, Message, RiderReader, write_riders
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.gradients import (
     ExistingGradients,
     GraphGradients,
     any_has_gradient,
-    grad_mode_off,
     gradient_of,
     requires_grad,
 )
@@ -36,7 +35,8 @@ from compiled_ddp.step.graphs import ReservedSection
 from compiled_ddp.step.hooks import Collected
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
-from compiled_ddp.torch_private.tensors import any_has_hooks, are_strided, version_of, with_several_hooks
+from compiled_ddp.torch_private.modules import hooks_registered, own_hooks_registered
+from compiled_ddp.torch_private.tensors import tensor_hooks_of, version_of
 
 if TYPE_CHECKING:
     from compiled_ddp.step.runtime import UnderWay
@@ -65,7 +65,7 @@ class SteadyStep(abc.ABC):
     # ---- whether a backward is like the one before it ----------------------------------------------------------------
 
     def fits(self) -> bool:
-        """Whether the backward that is about to begin, in a task of autograd, and waits for nobody, is."""
+        """Whether the backward that is about to begin, in a task of autograd, is. It waits for nobody."""
         reduction, agreed = self._reduction, self._reduction.agreed
         if not agreed.refined:
             return False
@@ -76,7 +76,8 @@ class SteadyStep(abc.ABC):
             and not self._is_set_apart()
             and reduction.communicator.recorder is None
             and not torch_private.autograd.profiler_is_on()
-            and not any_has_gradient(reduction.parameters.tensors)
+            and all(map(operator.is_, map(gradient_of, reduction.parameters.tensors), itertools.repeat(None)))
+            and not torch.is_grad_enabled()
             and not any(map(reduction.will_accumulate, agreed.unused))
             and self._finds_the_usual()
         )
@@ -90,8 +91,10 @@ class SteadyStep(abc.ABC):
         reduction, carried, uneven = self._reduction, self._reduction.carried, self._reduction.uneven
         return bool(
             carried.used
-            or carried.has_to_tell
+            or carried.to_tell
+            or carried.piggyback is not None
             or reduction.hooks.deferred
+            or reduction.hooks.registered != hooks_registered() - own_hooks_registered()
             or (
                 reduction.agreed.why_not_graph is None
                 and (
@@ -142,22 +145,22 @@ class SteadyStep(abc.ABC):
         buffers.renew_all_held()
         self._message = Message(forwards, reduction.carried.weight)
         progress, names = reduction.communicator.progress, reduction.parameters.names
-        self._launches_before = progress.launches
         progress.backward_began(forwards.begun, buffers.buckets, buffers.origins, names, self._collectives)
         self.has_rest = True
-        self.is_usual = not reduction.proof.verifies and not reduction.hooks.deferred
+        self.is_usual = not reduction.proof.verifies
 
     def conclude(self) -> Findings | None:
-        """Wait for the mean, which is in .grad then. None where more is to be done, and the general way goes on."""
+        """Wait for the mean, which is in .grad then, and `end` follows.
+
+        None where more is to be done, and the general way goes on.
+        """
         riders = self.wait()
         watch = self._reduction.watch
-        if not self.is_as_left() or (watch is not None and watch.has_grown() and self._reduction.newcomers()):
+        has_grown = watch is not None and [*map(len, watch.dictionaries)] != watch.lengths  # in C, as in every step
+        if not self.is_as_left() or (has_grown and self._reduction.newcomers()):
             return None
         findings = self._reader.read(riders)
-        if not findings.are_quiet:
-            return None
-        self.end()
-        return findings
+        return findings if findings.are_quiet else None
 
     @abc.abstractmethod
     def wait(self) -> list[torch.Tensor]:
@@ -195,7 +198,7 @@ class SteadyStep(abc.ABC):
             circumstances=_IN_ORDER,
             existing=ExistingGradients(reduction.parameters, None),
         )
-        backward.launches.count_from(self._launches_before)
+        backward.launches.count_from(reduction.communicator.progress.launches_before)
         self._hand_over_to(backward)
         self.end()
         return backward
@@ -285,13 +288,13 @@ class SteadyHooks(SteadyStep):
 
     def _are_usual(self, bucket: SteadyBucket, indices: Collection[int], gradients: Sequence[torch.Tensor]) -> bool:
         """Whether each is the first of its parameter, as planned, and seen by nobody before it is reduced."""
-        planned, missing, tensors = bucket.bucket, bucket.missing, self._reduction.parameters.tensors
+        planned, missing = bucket.bucket, bucket.missing
         return (
             missing.issuperset(indices)
             and len({*indices}) == len(indices)
             and all(map(operator.is_not, gradients, itertools.repeat(None)))
             and are_strided(gradients, planned.dtype, planned.device)
-            and not with_several_hooks(map(tensors.__getitem__, indices))
+            and self._reduction.hooks.registered == hooks_registered() - own_hooks_registered()
         )
 
     def _put_large(self, bucket: SteadyBucket, index: int) -> None:
@@ -306,8 +309,7 @@ class SteadyHooks(SteadyStep):
         """Put what has been gathered into the bucket, where .grad is from here on."""
         buffer = self._buffers[bucket.position]
         indices = list(bucket.gathered)
-        with grad_mode_off():
-            buffer.put_all(indices, list(bucket.gathered.values()), self._share, in_place=False)
+        buffer.put_all(indices, list(bucket.gathered.values()), self._share, in_place=False)
         bucket.left.update(zip(indices, buffer.put_in_place(indices, self._reduction.parameters.tensors), strict=True))
         bucket.gathered.clear()
         self._gathered = 0
@@ -341,8 +343,6 @@ class SteadyHooks(SteadyStep):
             except BaseException as error:
                 self._general().launches.explain(error, bucket.position, "was launched but not reduced")
                 raise
-        progress.hooks_await(None)
-        progress.all_launched(self._launches_before + len(self._buckets))
         return [*map(_riders_in, map(self._buffers.__getitem__, self._buffers.with_riders))]
 
     def is_as_left(self) -> bool:
@@ -381,50 +381,56 @@ class SteadyGraph(SteadyStep):
         self.awaited: GraphCall | None = None  # of the backward that runs, until its graph begins
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that it fills
         self._riders: torch.Tensor | None = None  # when it has run
-        self._of_graph = GraphGradients()  # what it has returned
+        self._of_graph: GraphGradients | None = None  # what it has returned then
+        self._found: Callable[[], GraphCall | None] = lambda: None  # the one whose graph is to run, as long as it lives
 
     def _finds_the_usual(self) -> bool:
         calls = self._reduction.live_calls()
+        if len(calls) != 1:
+            return False
+        (call,) = calls
+        self._found = weakref.ref(call)
         return (
-            len(calls) == 1
-            and not self._reduction.hooks.everywhere
-            and not any_has_hooks(self._used)
+            not self._reduction.hooks.everywhere
+            and not any(map(tensor_hooks_of, self._used))
             and all(map(requires_grad, self._used))
-            and calls[0].fingerprint in self._reduction.agreed.graph_sections
-            and calls[0].is_still_to_run()
-            and calls[0].compile(folds=False) is None
+            and call.fingerprint in self._reduction.agreed.graph_sections
+            and call.is_still_to_run()
+            and call.compile(folds=False) is None
         )
 
     def _may_be_steady(self, buffers: SequenceBuffers) -> bool:
         return [section.origin for section in buffers.sections] == ["graph"] and super()._may_be_steady(buffers)
 
     def begin(self, forwards: ForwardNumbers) -> None:
-        self.awaited = self._reduction.live_calls()[0]
+        self.awaited = self._found()
         super().begin(forwards)
 
     # ---- the graph that is about to run ------------------------------------------------------------------------------
 
-    def reserve(self, call: GraphCall, may_wait: Callable[[], bool] | None) -> "SteadyGraph | None":
-        """This, for the graph of `call`, which is about to run, if it is the awaited one, as it was planned.
+    def reserve(self, call: GraphCall, may_wait: Callable[[], bool] | None) -> bool:
+        """Whether the graph of `call`, which is about to run, is the awaited one, as it was planned, and reduces all.
 
         And if this rank `may_wait` for others in it now, which is asked only then, as it may cost a place in the order
         of several wrappers; None is for one alone.
         """
         is_planned = not call.undefined and call.fingerprint in self._reduction.agreed.graph_sections
         if self.awaited is not call or not is_planned or (may_wait is not None and not may_wait()):
-            return None
+            return False
         self.awaited = None
-        self._reduction.communicator.progress.graph_began(0)
-        return self
+        return True
 
-    def has_met(self, compiled: Callable[..., object], fingerprint: str) -> bool:
-        """Whether `compiled`, for the plan with this fingerprint, needs no proof before it runs."""
-        return self._reduction.proof.has_met(compiled, fingerprint)
+    def inputs(
+        self, buckets: Iterable[int], compiled: Callable[..., object], fingerprint: str
+    ) -> list[torch.Tensor] | None:
+        """The riders, by which every parameter gets a gradient, and memory for the graph to pack these buckets into.
 
-    def inputs(self, buckets: Iterable[int]) -> list[torch.Tensor]:
-        """The riders, by which every parameter gets a gradient, and memory for the graph to pack these buckets into."""
+        None where `compiled`, for the plan with this fingerprint, needs a proof before it runs: `in_general`.
+        """
+        if not self._reduction.proof.has_met(compiled, fingerprint):
+            return None
         self._lent = self._buffers.lend(buckets, are_renewed=True)
-        self._reduction.communicator.progress.graph_fills(self._lent)
+        self._reduction.communicator.progress.graph_began(0, self._lent)
         riders = self._buffers.sections[0].plan.riders
         values = torch.empty(riders.numel, dtype=torch.float32, device="cpu")
         return [write_riders(values, riders, self._message, frozenset()), *self._lent.values()]
@@ -438,39 +444,44 @@ class SteadyGraph(SteadyStep):
     ) -> list[torch.Tensor]:
         """The graph has run; returns what autograd is to get of the gradients of the parameters `indices`."""
         self._riders, self._lent, self.has_rest = riders, {}, False
+        self._of_graph = GraphGradients()
         return self._of_graph.hand_out(indices, gradients)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def wait(self) -> list[torch.Tensor]:
         """The graph has waited."""
-        self._reduction.communicator.progress.all_launched(self._launches_before + len(self._collectives))
         assert self._riders is not None
         return [self._riders]
 
     def is_as_left(self) -> bool:
-        tensors, has_each = self._reduction.parameters.tensors, len(self._of_graph.addresses) == len(self._used)
-        is_left = has_each and not self._of_graph.changed(tensors)
+        of_graph, tensors = self._of_graph, self._reduction.parameters.tensors
+        assert of_graph is not None
+        is_left = len(of_graph.addresses) == len(self._used) and not of_graph.changed(tensors)
         return is_left and not (self._unused and any_has_gradient(self._unused))
 
     def _forget(self) -> None:
-        self.awaited, self._riders, self._of_graph, self._lent = None, None, GraphGradients(), {}
+        self.awaited, self._riders, self._of_graph, self._lent = None, None, None, {}
 
     # ---- the general way ---------------------------------------------------------------------------------------------
 
     def in_general(self) -> ReservedSection:
-        """What this is in the general way."""
+        """What this is in the general way, for the graph that is about to run."""
+        self._reduction.communicator.progress.graph_began(0)
+        return self._as_section()
+
+    def _as_section(self) -> ReservedSection:
         plan = self._buffers.sections[0].plan
         return ReservedSection(self._general(), 0, plan, self._reduction)
 
     def give_up(self) -> None:
         """The graph has launched nothing, and will not."""
-        self.in_general().give_up()
+        self._as_section().give_up()
 
     def break_off(self) -> None:
         """An exception has ended the graph."""
-        self.in_general().break_off()
+        self._as_section().break_off()
 
     def _hand_over_to(self, backward: SynchronisedBackward) -> None:
         if self.awaited is None:
-            backward.go_on_from_graph(self._of_graph, self._riders, self._lent)
+            backward.go_on_from_graph(self._of_graph or GraphGradients(), self._riders, self._lent)

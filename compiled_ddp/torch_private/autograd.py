@@ -10,7 +10,7 @@ from torch.distributed import autograd as distributed_autograd
 from torch.distributed import rpc
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_ddp.torch_private.modules import note_own_hook
+from compiled_ddp.torch_private.modules import own_hooks
 
 # Id of the backward that this thread runs, -1 outside of one. A reentrant backward has an id of its own.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -183,7 +183,7 @@ def _slot_of(node: Any, output: Any) -> int | None:
 def register_own_prehook(node: Any, hook: Callable[..., object]) -> Any:
     """As `node.register_prehook`, in a step: not taken for a user's, for which a model would be looked through."""
     handle = node.register_prehook(hook)
-    note_own_hook()
+    own_hooks[0] += 1
     return handle
 
 
@@ -205,13 +205,8 @@ def undefined_at(node: Any) -> Sequence[int]:
     return getattr(node, "_compiled_ddp_undefined", ())
 
 
-def attach(node: Any, call: object) -> None:
-    """Keep `call` with an autograd node of a Python function, for its backward."""
-    node._compiled_ddp_call = call
-
-
-def attached(node: Any) -> Any | None:
-    return getattr(node, "_compiled_ddp_call", None)
+# The attribute by which an autograd node of a Python function keeps its call for the backward.
+CALL = "_compiled_ddp_call"
 
 
 DispatchMode = TorchDispatchMode
@@ -260,9 +255,13 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
 _HAS_RPC = rpc.is_available()
 
 
+# Whether torch.distributed.rpc runs in this process. In C: asked in every step.
+rpc_is_set_up: Callable[[], bool] = rpc.api._is_current_rpc_agent_set if _HAS_RPC else bool
+
+
 def in_distributed_autograd() -> bool:
     """Whether this thread is in a torch.distributed.autograd context, whose backward leaves .grad alone."""
-    if not _HAS_RPC or not rpc.api._is_current_rpc_agent_set():
+    if not rpc_is_set_up():
         return False
     try:
         distributed_autograd._current_context()

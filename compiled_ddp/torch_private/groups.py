@@ -5,7 +5,7 @@ import functools
 import operator
 import unittest.mock
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -247,28 +247,15 @@ def launch_counter(group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup], in
     return type(group)._get_sequence_number_for_group  # type: ignore[attr-defined, no-any-return]
 
 
-class _CollectivesOfOthers:
-    """Asked four times in a step: how each group counts is looked up when there are other groups than before."""
-
-    def __init__(self) -> None:
-        self._groups: list[weakref.ref[dist.ProcessGroup]] = []  # all that there are
-        self._counters: list[tuple[weakref.ref[dist.ProcessGroup], Callable[[dist.ProcessGroup], int]]] = []
-
-    def number(self) -> int:
-        groups = [*map(weakref.ref, distributed_c10d._world.pg_map)]  # the same objects as long as these are kept
-        if groups != self._groups:
-            alive = [(reference, group) for reference in groups if (group := reference()) is not None]
-            self._counters = [(reference, launch_counter(g)) for reference, g in alive if g not in _our_groups]
-            self._groups = groups
-        number = 0
-        for reference, launched_on in self._counters:
-            group = reference()
-            number += 0 if group is None else launched_on(group)
-        return number
+def is_of_others(group: dist.ProcessGroup) -> bool:
+    """Whether this package has not made it for itself, by `new_group_named`."""
+    return group not in _our_groups
 
 
-# How many collectives this rank has launched on groups that `new_group_named` has not made.
-collectives_of_others: Callable[[], int] = _CollectivesOfOthers().number
+# All process groups of this process. In C: asked four times in a step.
+all_groups: Callable[[], Iterable[dist.ProcessGroup]] = functools.partial(
+    operator.attrgetter("pg_map"), distributed_c10d._world
+)
 
 
 def counts_collectives(group: dist.ProcessGroup) -> bool:

@@ -49,14 +49,9 @@ def without_compile_prefixes(name: str) -> str:
 # A number that grows with each hook that anybody in this process registers, on whatever it is; asked in every step.
 hooks_registered: Callable[[], int] = functools.partial(getattr, torch.utils.hooks.RemovableHandle, "next_id")
 
-# How many of them this package registers in steps, which are not around any module.
-_own_hooks = [0]
-own_hooks_registered: Callable[[], int] = functools.partial(operator.itemgetter(0), _own_hooks)
-
-
-def note_own_hook() -> None:
-    """This package has registered one."""
-    _own_hooks[0] += 1
+# How many of them this package registers in steps, which are not around any module; in a list, to be counted up.
+own_hooks = [0]
+own_hooks_registered: Callable[[], int] = functools.partial(operator.itemgetter(0), own_hooks)
 
 
 def hooks_around(parts: Iterable[torch.nn.Module]) -> dict[tuple[int, str], dict[int, Any]]:
@@ -128,9 +123,10 @@ def _callers() -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
-def running_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
-    """torch's DistributedDataParallel whose forward this process runs."""
-    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+# torch's DistributedDataParallel whose forward this process runs. In C: asked in every step.
+running_ddp: Callable[[], torch.nn.parallel.DistributedDataParallel | None] = functools.partial(
+    getattr, torch.nn.parallel.DistributedDataParallel, "_active_ddp_module"
+)
 
 
 def names_to_ignore(module: torch.nn.Module) -> Sequence[str]:

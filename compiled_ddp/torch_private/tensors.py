@@ -2,11 +2,10 @@
 
 import contextlib
 import functools
-import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 def memory_of_each(tensors: Iterable[torch.Tensor]) -> list[int]:
     """`memory_of` them, in C."""
-    return [*map(_address_of_storage, map(torch.Tensor.untyped_storage, tensors))]
+    return [*map(address_of_storage, map(torch.Tensor.untyped_storage, tensors))]
 
 
-_address_of_storage = operator.attrgetter("_cdata")
+address_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:
@@ -31,11 +30,8 @@ def without_autocast() -> contextlib.AbstractContextManager[None]:
     return context
 
 
-def storage_holders(tensor: torch.Tensor) -> int:
-    """How many tensors, and other objects, hold `tensor`'s storage; a number to be compared with an earlier one."""
-    storage = tensor.untyped_storage()
-    # All of Python shares one object for a storage, which counts once however often it is held.
-    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+# What has this address is held by so many tensors, and by one object of Python's, however many hold that.
+storage_holders: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 # A number that grows with each change of a tensor in place. In C, for every parameter in every step.
@@ -59,12 +55,8 @@ def has_tensor_hooks(parameter: torch.Tensor) -> bool:
     return bool(hooks) and any(not hasattr(hook, "of_compiled_ddp") for hook in hooks.values())
 
 
-def any_has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether Tensor.register_hook was called on one of them, by anybody."""
-    return any(map(_hooks_of, parameters))
-
-
-_hooks_of = operator.attrgetter("_backward_hooks")
+# What Tensor.register_hook was called with, by anybody, by ids; None or empty for nothing. In C, as `version_of`.
+tensor_hooks_of: Callable[[torch.Tensor], Mapping[int, Any] | None] = operator.attrgetter("_backward_hooks")
 
 
 def register_own_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor | None], None]) -> Any:
@@ -82,7 +74,7 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.
 
 def any_is_hooked(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether one of them has a hook of either kind, of anybody's."""
-    return any(map(_hooks_of, parameters)) or any(map(_post_accumulate_hooks_of, parameters))
+    return any(map(tensor_hooks_of, parameters)) or any(map(_post_accumulate_hooks_of, parameters))
 
 
 def with_several_hooks(parameters: Iterable[torch.Tensor]) -> list[int]:
@@ -96,20 +88,8 @@ def with_several_hooks(parameters: Iterable[torch.Tensor]) -> list[int]:
 _post_accumulate_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
-def are_strided(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether all of them are of this dtype, on this device, and neither sparse nor of another layout than strided."""
-    return {*map(_layout_of, tensors)} <= {torch.strided} and (
-        {*map(_dtype_of, tensors)} <= {dtype} and {*map(_device_of, tensors)} <= {device}
-    )
-
-
-_layout_of, _dtype_of, _device_of = map(operator.attrgetter, ("layout", "dtype", "device"))
-
-
-def copy_all(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-    """Copy each of `tensors` into the one at its place, of equal shape, in one call."""
-    if tensors:
-        torch._foreach_copy_(into, tensors)
+# Copies each tensor of the second list, which is not empty, into the one at its place in the first, of equal shape.
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
 
 def scale_all(tensors: list[torch.Tensor], factor: float) -> None:
@@ -119,12 +99,11 @@ def scale_all(tensors: list[torch.Tensor], factor: float) -> None:
 
 def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
     """Whether torch.distributed.optim's `_apply_optimizer_in_backward` was called on `parameter`."""
-    return hasattr(parameter, "_in_backward_optimizers")
+    return hasattr(parameter, OPTIMIZERS_IN_BACKWARD)
 
 
-def any_has_optimizer_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether it was called on one of them."""
-    return any(map(hasattr, parameters, itertools.repeat("_in_backward_optimizers")))
+# The attribute that it leaves on each, for a look at all of them in C, in every step.
+OPTIMIZERS_IN_BACKWARD = "_in_backward_optimizers"
 
 
 def is_distributed_tensor(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from compiled_ddp.model.nested_tensors import tensors_in
 from compiled_ddp.model.watch import Look, StandIns
 from compiled_ddp.step.join import UnevenInputs
 from compiled_ddp.step.runtime import Runtime
+from compiled_ddp.torch_private.autograd import rpc_is_set_up
 from compiled_ddp.torch_private.modules import is_joining
 from compiled_ddp.wrapping.parts import Settings, Switches
 from compiled_ddp.wrapping.setup import WatchedModel
@@ -68,7 +69,8 @@ class Forwards:
         # Also if the module raises: as on other ranks.
         put_off = self._switches.buffers_are_stale and is_joining(self._uneven.joinable) and self._uneven.is_training
         synchronises = self._switches.synchronises
-        self._switches.refresh_buffers(put_off or (with_gradients and synchronises))
+        if self._switches.buffers_are_stale != (refreshes := put_off or (with_gradients and synchronises)):
+            self._switches.refresh_buffers(refreshes)
         # Where a transform or a functional_call is under way, no graph would fit, captured or to be.
         fits = not transformed and look.stand_ins is StandIns.NOTHING
         may_count = with_gradients and not recomputing and not transformed
@@ -85,7 +87,7 @@ class Forwards:
             and not transformed
             and (runtime.forward.synchronises or runtime.communicator.recorder is not None)
         ):
-            runtime.watch(tensors_in(outputs))
+            runtime.watch((outputs,) if type(outputs) is torch.Tensor else tensors_in(outputs))
         return outputs
 
     def _check(self, module: nn.Module, *, with_gradients: bool) -> None:
@@ -102,7 +104,7 @@ class Forwards:
         ddp = torch_private.modules.running_ddp()
         if ddp is not None:
             check_not_inside_ddp(ddp, self._managed, self._wrapper)
-        if with_gradients and torch_private.autograd.in_distributed_autograd():
+        if with_gradients and rpc_is_set_up() and torch_private.autograd.in_distributed_autograd():
             raise RuntimeError(
                 "the forward runs in a torch.distributed.autograd context, whose backward leaves .grad alone: there is "
                 "nothing that could be averaged. Run forward and backward of this wrapper outside of the context."
@@ -123,7 +125,8 @@ class Forwards:
         collectives = self._runtime.reduction.models_collectives
         before, self.runs_module = self.runs_module, True
         try:
-            args, kwargs = self._settings.placed(args, kwargs)
+            if self._settings.input_device is not None:
+                args, kwargs = self._settings.placed(args, kwargs)
             collectives.begin()
             outputs = run(*args, **kwargs)
         except BaseException:

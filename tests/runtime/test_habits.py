@@ -297,7 +297,7 @@ def test_buffers_that_nobody_sends_may_differ_between_ranks(ranks2: RankPool) ->
 
 def test_collectives_of_another_thread_are_not_taken_for_the_models_for_ever() -> None:
     launched = [0]
-    with mock.patch.object(torch_private.groups, "collectives_of_others", side_effect=lambda: launched[0]):
+    with mock.patch.object(reduction._counted, "number", side_effect=lambda: launched[0]):
         found = reduction.ModelsCollectives()
         found.begin()
         launched[0] += 1

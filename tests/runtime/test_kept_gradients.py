@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from compiled_ddp.plan import GradientSpec, Section
 from compiled_ddp.planning.assignment import assign_buckets
-from compiled_ddp.step.buffers import SequenceBuffers
-from compiled_ddp.torch_private.tensors import storage_holders
+from compiled_ddp.step.buffers import SequenceBuffers, storage_holders
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

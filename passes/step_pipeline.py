@@ -172,7 +172,7 @@ def _pack_into_last_inputs(graph: Graph, names: Sequence[str]) -> None:
 
 
 def _rename(graph: Graph, name: str, group_name: str) -> None:
-    """Launch on the group itself what stood under the name of one reduction."""
+    """Launch on the group itself, or on what sums by rows for it, what stood under the name of one reduction."""
     for node in graph.nodes:
         if is_launch(node, name):
-            node.args = (*node.args[:-1], group_name)
+            node.args = (*node.args[:-1], group_name + str(node.args[-1]).removeprefix(name))

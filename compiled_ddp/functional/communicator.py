@@ -229,6 +229,7 @@ class Communicator:
         if agreed is None:
             agreed = Agreed(wanted, arrival, self.world_size, self._planner(wanted))
             self.order.add(agreed)
+        self._made.sum_rows(agreed.rows)
         if is_next:
             self.order.note_next(agreed)
         else:

@@ -197,8 +197,11 @@ def in_launch_order(programs: Sequence[HookProgram | None]) -> list[tuple[int, N
 
 
 def launch_zeros(plan: BucketPlan, programs: Sequence[HookProgram | None], leading: Tensor, group_name: str) -> Tensor:
-    """Launch what graphs do by these programs, adding nothing to it; returns the sums of the leading riders."""
-    launched, riders = list[Tensor](), list[Tensor]()
+    """Launch what graphs do by these programs, adding nothing to it; returns the sums of the leading riders.
+
+    A bucket without one is summed, as is the last one, which has the riders.
+    """
+    launched = list[Tensor]()
     for place, launch in in_launch_order(programs):
         if launch is not None:
             launched.append(launch_of_zeros(launch, group_name))
@@ -206,9 +209,8 @@ def launch_zeros(plan: BucketPlan, programs: Sequence[HookProgram | None], leadi
         bucket = plan.buckets[place]
         flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         if bucket.riders is not None:
-            flat[: leading.numel()] = leading
-        (launched if bucket.riders is None else riders).append(all_reduce(flat, "sum", group_name))
-    for result in (*launched, *riders):
+            bucket.riders.view(flat)[: leading.numel()] = leading
+        launched.append(all_reduce(flat, "sum", bucket.group_name(group_name)))
+    for result in launched:
         wait_tensor(result)
-    (summed,) = riders
-    return summed[: leading.numel()]
+    return plan.riders.view(launched[-1])[: leading.numel()]

@@ -23,7 +23,7 @@ from compiled_ddp.functional.operator import SumOverRanks, naming_buckets
 from compiled_ddp.functional.session import Session, current_session
 from compiled_ddp.functional.shares import scattered_by
 from compiled_ddp.functional.unit import Run, Unit, break_off
-from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Arrival, Scattered, Wanted
+from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Arrival, ByRows, Scattered, Wanted
 from compiled_ddp.options import is_number
 from compiled_ddp.passes.inline_hook import HOOKS_GROUP
 from compiled_ddp.plan import FIRST_USED, gradient_dtype
@@ -47,6 +47,7 @@ class Options:
     whole: bool = False  # whether the sums are gathered, so that any part of them may be a rank's share
     hook: AroundSum | OnBuckets | None = None  # of a compiled step; makes the mean
     plan: SavedPlan | None = None  # of a compiled step, in place of one that is made for the link
+    by_rows: ByRows | None = None  # of a compiled step
 
     def __post_init__(self) -> None:
         if not isinstance(self.process_group, Communicator):
@@ -230,7 +231,9 @@ class GradientReduction:
             scattered = Scattered(by, options.numbers, options.is_gathered_later, options.whole and are_alike, gathered)
         buckets = options.bucket_cap_mb, options.plan
         hook = options.hook if isinstance(options.hook, OnBuckets) else None
-        return Wanted(self.name, self.place, options.reduction, *buckets, tuple(found), ridden, scattered, hook)
+        return Wanted(
+            self.name, self.place, options.reduction, *buckets, tuple(found), ridden, scattered, hook, options.by_rows
+        )
 
     def _reduce(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,8 +15,8 @@ from compiled_ddp.functional.on_buckets import OnBuckets, launch_zeros
 from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.passes.ops import gather_shares, sum_numbers, sum_over_ranks
 from compiled_ddp.plan import BucketPlan, GradientSpec
-from compiled_ddp.planning.cost_model import BackwardWork, Work
-from compiled_ddp.planning.planners import MEBIBYTE, Planner, SizedBuckets
+from compiled_ddp.planning.cost_model import BackwardWork, Work, rows_may_pay
+from compiled_ddp.planning.planners import MEBIBYTE, OptimalBuckets, Planner, SizedBuckets
 from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.ranks.progress import format_bucket
@@ -43,6 +44,29 @@ class Scattered:
 
 
 @dataclass(frozen=True)
+class ByRows:
+    """Gradients that are summed by rows, of which zeros are not sent: those with these names, embeddings' as a rule.
+
+    Where that is left to the plan, those of them for which it may pay.
+    """
+
+    names: frozenset[str]
+    is_planned: bool
+
+    def __repr__(self) -> str:
+        """The same on every rank."""
+        return f"{sorted(self.names)}{', where it may pay' if self.is_planned else ''}"
+
+    def has(self, gradient: GradientSpec, name: str, planner: Planner) -> bool:
+        """Whether it is one of them, by this planner."""
+        if name not in self.names or not self.is_planned:
+            return name in self.names
+        nbytes = gradient.numel * gradient.dtype.itemsize
+        is_asked = isinstance(planner, OptimalBuckets)
+        return is_asked and rows_may_pay(gradient.size[0], nbytes, planner.link, planner.compute)
+
+
+@dataclass(frozen=True)
 class Wanted:
     """A reduction, in the shapes in which it is launched: below vmap those of the whole batch."""
 
@@ -55,6 +79,7 @@ class Wanted:
     passengers: int  # float32 elements of the user's
     scattered: "Scattered | None" = None  # None where every rank gets all sums
     hook: OnBuckets | None = None  # that reduces buckets in place of a sum, the same one on every rank
+    by_rows: ByRows | None = None  # None where all are sent whole
 
     def __hash__(self) -> int:
         return self._hash
@@ -100,6 +125,7 @@ class Wanted:
         for name, shape, dtype, _ in self.gradients:  # a parameter may be called as one of these
             properties[f"parameter {name}" if name in properties else name] = [str(dtype), list(shape)]
         properties["the number of values that ride along"] = [self.passengers]
+        properties["what is sent by rows"] = [repr(self.by_rows)]
         return properties | {"what each rank gets": ["all" if self.scattered is None else f"shares, {self.scattered}"]}
 
     def in_short(self) -> str:
@@ -242,10 +268,19 @@ class Agreed:
 
     @functools.cached_property
     def gradients(self) -> tuple[GradientSpec, ...]:
+        wanted, by_rows = self.wanted.gradients, self.wanted.by_rows
+        specs = tuple(spec_of(index, shape, dtype, device) for index, (_, shape, dtype, device) in enumerate(wanted))
+        if by_rows is None:
+            return specs
         return tuple(
-            spec_of(index, shape, dtype, device)
-            for index, (_, shape, dtype, device) in enumerate(self.wanted.gradients)
+            replace(spec, row=math.prod(spec.size[1:])) if by_rows.has(spec, name, self.planner) else spec
+            for name, spec in zip(self.names, specs, strict=True)
         )
+
+    @property
+    def rows(self) -> set[int]:
+        """How many elements the rows have by which some are sent."""
+        return {spec.row for spec in self.gradients if spec.row is not None}
 
     @functools.cached_property
     def plan(self) -> BucketPlan:
@@ -289,16 +324,15 @@ class Agreed:
     def launch_zeros(self, leading: Tensor, group_name: str) -> Tensor:
         """Launch all that others do, adding nothing to it; returns the sums of the leading riders."""
         wanted, scattered = self.wanted, self.wanted.scattered
-        if wanted.hook is not None:
-            return launch_zeros(self.plan, self.programs, leading, group_name)
+        if scattered is None:
+            return launch_zeros(self.plan, self.programs or [None] * len(self.plan.buckets), leading, group_name)
         gradients = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype, device in wanted.gradients]
         passengers = [torch.zeros(wanted.passengers, dtype=torch.float32, device=wanted.device)]
         *sums, leading_sums = self.launch(gradients, passengers, leading, group_name)
-        if scattered is not None:
-            if scattered.numbers:
-                sum_numbers(torch.zeros(scattered.numbers, dtype=torch.float64, device=wanted.device), group_name)
-            buckets = [*reversed(self._buckets)] if scattered.is_gathered_later else self._buckets
-            order, lengths = [*itertools.chain.from_iterable(buckets)], [*map(len, buckets)]
-            shares = [each.to(dtype) for each, dtype in zip(sums, scattered.gathered, strict=False)]
-            gather_shares(shares, order, lengths, self.world_size, group_name, scattered.by)
+        if scattered.numbers:
+            sum_numbers(torch.zeros(scattered.numbers, dtype=torch.float64, device=wanted.device), group_name)
+        buckets = [*reversed(self._buckets)] if scattered.is_gathered_later else self._buckets
+        order, lengths = [*itertools.chain.from_iterable(buckets)], [*map(len, buckets)]
+        shares = [each.to(dtype) for each, dtype in zip(sums, scattered.gathered, strict=False)]
+        gather_shares(shares, order, lengths, self.world_size, group_name, scattered.by)
         return leading_sums

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ from compiled_ddp.functional.step_graph import (
     Written,
 )
 from compiled_ddp.functional.updates import as_vectors, noting_updates, rule_of
-from compiled_ddp.functional.wanted import Agreed
+from compiled_ddp.functional.wanted import Agreed, ByRows
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.model.checks import check_model, check_writable, properties_of
 from compiled_ddp.model.managed import is_wrapper
@@ -63,7 +63,9 @@ from compiled_ddp.ranks.alone import begin_alone
 from compiled_ddp.ranks.progress import format_bucket
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.ranks.recorder import check_steps
+from compiled_ddp.ranks.row_sums import CountedRows
 from compiled_ddp.ranks.step_recorder import StepRecorder
+from compiled_ddp.report.explain import format_rows
 from compiled_ddp.report.step_times import MeasuredStep, StepTimes, predict_whole
 from compiled_ddp.report.timeline import Timeline, write_timeline
 from compiled_ddp.torch_private.dynamo import untraced
@@ -85,6 +87,7 @@ def compile_step(
     check_stale: bool = False,
     shard_optimizer: bool = False,
     comm_hook: CommHook | None = None,
+    embedding_rows: bool | None = None,
     bucket_cap_mb: float | None = None,
     plan: SavedPlan | None = None,
     backend: Backend = "inductor",
@@ -115,6 +118,9 @@ def compile_step(
         comm_hook: what is sent in place of gradients, and what becomes of that: one of `compiled_ddp.comm_hooks`. With
             `pipeline_updates` or `shard_optimizer` one that does something to each element before and after one
             all-reduce, as `bf16_compress`.
+        embedding_rows: whether the gradient of an embedding is sent as those of its rows that are not zero, where that
+            is less (docs/planner.md); None where it may pay. Not with `pipeline_updates`, `shard_optimizer` or a
+            `comm_hook`.
         bucket_cap_mb: size of a bucket in MiB; None plans them (docs/planner.md).
         plan: buckets as they were saved, by `step.plan.save()` or `ddp.plan.save()` of a wrapper's.
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
@@ -132,6 +138,8 @@ def compile_step(
         raise ValueError("check_stale is about parameters that are under way: give pipeline_updates=True too.")
     _check(model, optimizer, loss_fn, accumulate, clip_grad_norm, scaler)
     _check_reduction(comm_hook, bucket_cap_mb, plan, dynamic)
+    is_whole = shard_optimizer or pipeline_updates or comm_hook is not None
+    _check_embedding_rows(embedding_rows, is_whole=is_whole)
     options = torch_private.compiler_options.inductor_options(mode, options, dynamic)
     of_graph = Options(
         process_group,
@@ -142,8 +150,8 @@ def compile_step(
         whole=pipeline_updates and not shard_optimizer,
         plan=plan,
     )
-    hook = _begin(model, optimizer, accumulate, RankGroup(process_group), of_graph, comm_hook, shard_optimizer)
-    of_graph = replace(of_graph, hook=hook)
+    asked = Asked(accumulate, comm_hook, shard_optimizer, False if is_whole else embedding_rows)
+    of_graph = _begin(model, optimizer, RankGroup(process_group), of_graph, asked)
     _warn_of_others(model, optimizer)
     in_flight: InFlight | None = None
     if pipeline_updates and shard_optimizer:
@@ -171,6 +179,15 @@ def _check_reduction(comm_hook: object, bucket_cap_mb: object, plan: object, dyn
         raise ValueError("plan= and bucket_cap_mb= are alternatives: pass one of them.")
     if dynamic:
         raise ValueError("a whole step is one graph of fixed shapes: leave out dynamic=True.")
+
+
+def _check_embedding_rows(embedding_rows: object, *, is_whole: bool) -> None:
+    if not isinstance(embedding_rows, bool | None):
+        raise ValueError(f"embedding_rows must be True, False or None, found {embedding_rows!r}.")
+    if embedding_rows and is_whole:
+        raise ValueError(
+            "shard_optimizer, pipeline_updates and a comm_hook take whole gradients: leave out embedding_rows=True."
+        )
 
 
 def _check(
@@ -214,21 +231,29 @@ def _check(
         raise TypeError(f"scaler must be a torch.amp.GradScaler or None, found {type(scaler).__name__}.")
 
 
+class Asked(NamedTuple):
+    """What ranks compare of a step's arguments besides `Options`."""
+
+    accumulate: int
+    comm_hook: CommHook | None
+    shard_optimizer: bool
+    embedding_rows: bool | None
+
+
 @torch.no_grad()
 def _begin(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    accumulate: int,
-    ranks: RankGroup,
-    options: Options,
-    comm_hook: CommHook | None,
-    shard_optimizer: bool,
-) -> AroundSum | OnBuckets | None:
-    """Compare what ranks have, and send the values of the group's first one. Returns the hook as a step takes it."""
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup, options: Options, asked: Asked
+) -> Options:
+    """Compare what ranks have, and send the values of the group's first one.
+
+    Returns the options with the hook as a step takes it, and with what may be sent by rows.
+    """
+    accumulate, comm_hook, shard_optimizer, embedding_rows = asked
     hook: AroundSum | OnBuckets | None = None
+    by_rows: ByRows | None = None
 
     def describe() -> Description:
-        nonlocal hook
+        nonlocal hook, by_rows
         _, contents = check_model(model, "compile_step")
         check_writable(contents)
         parameters = dict(model.named_parameters())
@@ -240,6 +265,8 @@ def _begin(
         differentiated: dict[str, Tensor] = {name: parameter for name, _, parameter in trained}
         if options.plan is not None:
             options.plan.check(differentiated)
+        if ranks.world_size > 1 and ranks.is_gloo:
+            by_rows = _by_rows(contents.by_rows, differentiated, options, embedding_rows)
         does: list[str] = []
         if comm_hook is not None:
             hook, does = hook_of_step(comm_hook, differentiated, ranks.world_size, scatters=options.is_scattered)
@@ -248,6 +275,7 @@ def _begin(
             "shard_optimizer": [shard_optimizer],
             "pipeline_updates": [options.is_gathered_later],
             "comm_hook": [type(hook).__name__, *does],
+            "embedding_rows": [repr(embedding_rows)],
         }
         description |= {
             f"group {number} of the optimizer": [*kind.switches] for number, kind in enumerate(layout.kinds)
@@ -260,7 +288,21 @@ def _begin(
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
     if ranks.world_size > 1 and tensors:
         torch_private.groups.broadcast_coalesced(ranks.process_group, tensors, source=0)
-    return hook
+    return replace(options, hook=hook, by_rows=by_rows)
+
+
+def _by_rows(
+    embeddings: Mapping[str, Tensor], trained: Mapping[str, Tensor], options: Options, wanted: bool | None
+) -> ByRows | None:
+    """Which of the `embeddings` that are trained are sent by rows; `wanted` is None where that is to pay."""
+    own = {id(weight) for weight in embeddings.values()}
+    names = {name for name, parameter in trained.items() if id(parameter) in own}
+    is_planned = wanted is None and options.plan is None
+    if wanted is None and options.plan is not None:
+        names.intersection_update(options.plan.by_rows)
+    if not names or wanted is False or (is_planned and options.bucket_cap_mb is not None):
+        return None
+    return ByRows(frozenset(names), is_planned)
 
 
 def _layout(
@@ -422,7 +464,8 @@ class TrainingStep:
         names, parameters = own.names, dict(self.model.named_parameters())
         buckets = [tuple(names[index] for index in bucket.indices) for bucket in own.plan.buckets if bucket.indices]
         told = {name: described(tuple(parameters[name].shape), gradient_dtype(parameters[name])) for name in names}
-        return SavedPlan(tuple(told.items()), tuple(buckets), own.world_size)
+        by_rows = tuple(names[spec.index] for spec in own.gradients if spec.row is not None)
+        return SavedPlan(tuple(told.items()), tuple(buckets), own.world_size, by_rows)
 
     @property
     def _agreed(self) -> Agreed | None:
@@ -505,6 +548,9 @@ class TrainingStep:
                 " That is under way when a call returns, the last bucket first, and awaited where the next one reads."
             )
         lines = [told, *(f"  {each}" for each in buckets)]
+        for agreed in compiled.reductions:
+            by_rows = format_rows(agreed.plan.buckets, agreed.names, self._counted_rows)
+            lines += (f"Summed by rows, of which zeros are not sent: {each}." for each in by_rows)
         if self._accumulate > 1:
             lines.append(f"{self._accumulate} calls make an update; {self._batches} were made for the next one.")
         hook = self._graph.reduction.options.hook
@@ -514,6 +560,12 @@ class TrainingStep:
             lines.append(f"The latest batch of this rank did not use {format_names(unused)}.")
         times = self._times()
         return "\n".join([*lines, *(times.lines() if times is not None else ())])
+
+    @property
+    def _counted_rows(self) -> CountedRows:
+        """Of the latest update; none behind destroy_process_group."""
+        made = [each.made.counted_rows for each in self._graph.reduction.communicators if each.made is not None]
+        return made[0] if made else {}
 
     def _times(self) -> StepTimes | None:
         """What is known of them; None before an update, and where one rank is alone."""
@@ -527,7 +579,7 @@ class TrainingStep:
         if calibration is not None and self._graph.reduction.options.hook is None:
             needed = [{*rule_of(self.optimizer).needed(kind)} - {"step"} for kind in self._explained[0].kinds]
             states = max(map(len, needed), default=0)
-            predicted = predict_whole(self._mode, plan, calibration, work, states=states)
+            predicted = predict_whole(self._mode, plan, calibration, work, states=states, counted=self._counted_rows)
         if self._recorder is not None:
             measured = MeasuredStep.of(self._recorder, plan)
         return StepTimes(plan, agreed.names, predicted, work is None, measured)

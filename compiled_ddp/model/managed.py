@@ -107,6 +107,20 @@ class Contents:
         return _trained(self.parameters)
 
     @functools.cached_property
+    def by_rows(self) -> dict[str, nn.Parameter]:
+        """The embeddings' weights whose gradients may be summed by rows, by name.
+
+        On the CPU, where the host knows which rows are not zero without making a device wait.
+        """
+        weights = {name: self.trained[name] for name in self.trained if name in self.embeddings}
+        return {
+            name: weight
+            for name, weight in weights.items()
+            if weight.is_cpu and weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
+            if not weight.is_complex()
+        }
+
+    @functools.cached_property
     def devices(self) -> list[torch.device]:
         """Where the trained parameters are."""
         return list(dict.fromkeys(parameter.device for parameter in self.trained.values()))

@@ -23,7 +23,7 @@ from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, profiled
 from compiled_ddp.ranks.progress import RankProgress, failed_in_collective, frames_of_error
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.ranks.recorder import Act, Recorder
-from compiled_ddp.ranks.row_sums import RowSums
+from compiled_ddp.ranks.row_sums import CountedRows, RowSums
 
 # ---- the name in graphs ----------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Communicator:
         return group
 
     @property
-    def counted_rows(self) -> Mapping[tuple[int, int], Sequence[int]]:
+    def counted_rows(self) -> CountedRows:
         """How many rows each rank had in the latest sums, see `RowSums`."""
         return {} if self._row_sums is None else self._row_sums.counted
 

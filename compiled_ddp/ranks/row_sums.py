@@ -16,7 +16,7 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
+from compiled_ddp.plan import Bucket
 
 _INDEX_BYTES = 8
 _AS_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -45,6 +46,18 @@ def sent_bytes(counts: Sequence[int], rows: int, row_bytes: int) -> int:
     if not sends_rows(counts, rows, row_bytes):
         return rows * row_bytes
     return max(counts) * len(counts) * (row_bytes + _INDEX_BYTES) // _MOVED_BY_ALL_REDUCE
+
+
+# How many rows each rank had, in the latest sum of so many elements by rows of this width.
+CountedRows = Mapping[tuple[int, int], Sequence[int]]
+
+
+def bytes_of(bucket: Bucket, counted: CountedRows) -> int:
+    """The size of a bucket, or of one whose all-reduce moves as many bytes as the latest step has of this one."""
+    counts = () if bucket.row is None else counted.get((bucket.numel, bucket.row), ())
+    if bucket.row is None or not counts:
+        return bucket.nbytes
+    return sent_bytes(counts, bucket.numel // bucket.row, bucket.row * bucket.dtype.itemsize)
 
 
 # ---- what is launched ------------------------------------------------------------------------------------------------
@@ -113,8 +126,7 @@ class RowSums:
         self._world_size = counting.size()
         self._groups: dict[int, _RowGroup] = {}
         self._under_way: set[_SumOfRows] = set()
-        # How many rows each rank had, in the latest sum of so many elements by rows of this width.
-        self.counted: dict[tuple[int, int], Sequence[int]] = {}
+        self.counted: dict[tuple[int, int], Sequence[int]] = {}  # `CountedRows`
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failed: list[BaseException] = []  # what has ended a sum here, the first one
         has_begun = threading.Event()

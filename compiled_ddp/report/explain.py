@@ -1,7 +1,8 @@
 """Tables for people: what is reduced in which bucket, by whom, why, and when."""
 
+import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence
 from compiled_ddp.planning.cost_model import BackwardWork
 from compiled_ddp.planning.planners import SizedBuckets
 from compiled_ddp.ranks.recorder import Recorder
-from compiled_ddp.ranks.row_sums import sends_rows, sent_bytes
+from compiled_ddp.ranks.row_sums import CountedRows, bytes_of, sends_rows
 from compiled_ddp.report.times import (
     MeasuredBackward,
     PredictedBackward,
@@ -253,17 +254,21 @@ def explain_sequence(
         proof,
         tuple(parameters),
         **times.of(sequence, options),
-        by_rows=tuple(_format_rows(sequence, times.counted_rows)),
+        by_rows=tuple(_by_rows(sequence, times)),
     )
 
 
-def _format_rows(
-    sequence: ReductionSequence, counted_rows: Mapping[tuple[int, int], Sequence[int]] | None
-) -> Iterator[str]:
-    for bucket in sequence.buckets:
-        if bucket.row is None or counted_rows is None:
+def _by_rows(sequence: ReductionSequence, times: "Times") -> Iterator[str]:
+    if times.counted_rows is not None:
+        yield from format_rows(sequence.buckets, sequence.parameter_names, times.counted_rows)
+
+
+def format_rows(buckets: Iterable[Bucket], names_of: Sequence[str], counted_rows: CountedRows) -> Iterator[str]:
+    """What is summed by rows, and how many they were in the latest step, as `RowSums` has counted them."""
+    for bucket in buckets:
+        if bucket.row is None:
             continue
-        names = format_names([sequence.parameter_names[index] for index in bucket.indices], 3)
+        names = format_names([names_of[index] for index in bucket.indices], 3)
         rows, counts = bucket.numel // bucket.row, counted_rows.get((bucket.numel, bucket.row), ())
         if not counts:
             yield f"{names}, {rows:,} rows"
@@ -279,17 +284,8 @@ class Times:
     world_size: int
     work_of: Callable[[BucketPlan], BackwardWork | None] = lambda plan: None  # see `predict_sequence`
     recorder: Recorder | None = None
-    # As in `RowSums`; None where something else than that reduces buckets.
-    counted_rows: Mapping[tuple[int, int], Sequence[int]] | None = field(default_factory=dict)
-
-    def _sent_bytes(self, bucket: Bucket) -> int:
-        """What the latest step has sent of it, or the bucket's size."""
-        if bucket.row is None or not self.counted_rows:
-            return bucket.nbytes
-        counts = self.counted_rows.get((bucket.numel, bucket.row), ())
-        if not counts:
-            return bucket.nbytes
-        return sent_bytes(counts, bucket.numel // bucket.row, bucket.row * bucket.dtype.itemsize)
+    # None where something else than `RowSums` reduces buckets.
+    counted_rows: CountedRows | None = field(default_factory=dict)
 
     def of(self, sequence: ReductionSequence, options: Options) -> dict[str, Any]:
         """Fields of an `Explanation`."""
@@ -302,7 +298,8 @@ class Times:
         elif calibration is None:
             not_predicted = _NOT_PREDICTED
         else:
-            predicted = predict_sequence(sequence, calibration, self.work_of, self._sent_bytes)
+            sent = functools.partial(bytes_of, counted=self.counted_rows or {})
+            predicted = predict_sequence(sequence, calibration, self.work_of, sent)
         measured = None if self.recorder is None else measured_backward(self.recorder, sequence)
         waits, total = list[Wait](), 0.0
         link = None if calibration is None or hooked else calibration.link

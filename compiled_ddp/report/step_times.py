@@ -6,6 +6,7 @@ All times are in seconds from the beginning of the step.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Self
 
 from tabulate import tabulate
@@ -15,6 +16,7 @@ from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.planning.calibration import Calibration
 from compiled_ddp.planning.cost_model import BackwardWork, Readiness
 from compiled_ddp.planning.step_model import Job, Kind, Mode, PredictedStep, predict_step
+from compiled_ddp.ranks.row_sums import CountedRows, bytes_of
 from compiled_ddp.ranks.step_recorder import RecordedStep, StepRecorder
 from compiled_ddp.report.timeline import Lanes, Named, Timeline, totals
 from compiled_ddp.report.times import (
@@ -35,13 +37,19 @@ _UPDATED_BYTES = 3  # a parameter is read and written, its gradient read; each t
 
 
 def predict_whole(
-    mode: Mode, plan: BucketPlan, calibration: Calibration, work: BackwardWork | None, *, states: int
+    mode: Mode,
+    plan: BucketPlan,
+    calibration: Calibration,
+    work: BackwardWork | None,
+    *,
+    states: int,
+    counted: CountedRows = MappingProxyType({}),
 ) -> PredictedStep:
     """A step of this plan, on the link and the device that were measured.
 
     `work` is what its backward computes until each gradient is ready, in launch order; None where it is assumed by
     sizes. The forward is thought to take half of that, and an update the memory that it reads and writes, with so many
-    tensors of state for each parameter.
+    tensors of state for each parameter. What is summed by rows sends as many as were `counted` in the latest step.
     """
     buckets = plan.of_gradients
     numbers = {index: number for number, index in enumerate(plan.indices)}
@@ -51,7 +59,9 @@ def predict_whole(
     else:
         readiness = work.readiness(calibration.compute)
     update = (_UPDATED_BYTES + 2 * states) * sum(nbytes) / calibration.compute.bytes_per_second
-    job = Job(tuple(nbytes), readiness, _FORWARD * readiness.backward_seconds, update)
+    shares = [bytes_of(bucket, counted) / bucket.nbytes for bucket in buckets for _ in bucket.gradients]
+    sent = tuple(round(size * share) for size, share in zip(nbytes, shares, strict=True))
+    job = Job(sent, readiness, _FORWARD * readiness.backward_seconds, update)
     places = [[numbers[index] for index in bucket.indices] for bucket in buckets]
     return predict_step(mode, places, job.in_mode(mode, plan.world_size), calibration.link)
 

@@ -130,19 +130,13 @@ class Setup:
         return {name: parameter for name, parameter in self.contents.trained.items() if name not in sparse}
 
     def by_rows(self) -> frozenset[str]:
-        """The names of embeddings' weights whose gradients are summed by rows, when it is known what is planned for.
-
-        On the CPU, where the host knows which rows these are without making a device wait, and on gloo.
-        """
+        """The names of embeddings' weights whose gradients are summed by rows, when it is known what is planned for."""
         options, ranks = self._settings.options, self._ranks
         if not self.contents.embeddings or ranks.world_size == 1 or not ranks.is_gloo:
             return frozenset()
-        weights = {name: self.contents.trained[name] for name in self.contents.embeddings}
         return frozenset(
             name
-            for name, weight in weights.items()
-            if weight.is_cpu and weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
-            if not weight.is_complex()
+            for name, weight in self.contents.by_rows.items()
             if options.sends_rows(name, len(weight), weight.numel() * gradient_dtype(weight).itemsize)
         )
 

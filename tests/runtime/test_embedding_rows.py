@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models import assert_equal_on_all_ranks, assert_gradients, assert_step, expected_mean, mean_by_hand, wrappers
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from words import VOCABULARY, WIDTH, Words, words
 
 from compiled_ddp import Calibration, EagerDDP, SavedPlan, comm_hooks, compile_ddp
 from compiled_ddp.planning.cost_model import Compute, Link
@@ -19,33 +20,6 @@ from compiled_ddp.ranks import row_sums
 from ranks import RankError, RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
-VOCABULARY, WIDTH = 60, 6
-
-
-class Words(nn.Module):
-    """A large embedding, a bag of another width, and a small body. `padding` is a word that is not trained."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, *, padding: int | None = None, tied: bool = False) -> None:
-        super().__init__()
-        self.token = nn.Embedding(VOCABULARY, WIDTH, padding_idx=padding, dtype=dtype)
-        self.bag = nn.EmbeddingBag(40, 4, dtype=dtype)
-        self.body = nn.Sequential(nn.Linear(WIDTH + 4, 8, dtype=dtype), nn.Tanh())
-        self.head = nn.Linear(8 if not tied else WIDTH, 8 if not tied else VOCABULARY, bias=False, dtype=dtype)
-        if tied:
-            self.head.weight = self.token.weight
-        self.is_tied, self.uses_bag = tied, True
-
-    def forward(self, x: Tensor) -> Tensor:  # (batch, length), int64
-        words = self.token(x).mean(1)
-        if self.is_tied:
-            return self.head(words).square().mean()
-        bag = self.bag(x % 40) if self.uses_bag else torch.zeros(len(x), 4, dtype=words.dtype)
-        return self.head(self.body(torch.cat((words, bag), 1))).square().mean()
-
-
-def words(rank: int, step: int = 0, batch: int = 2, length: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
 
 
 def _wrapped(wrapper: str, model: nn.Module | None = None, **options: Any) -> Any:

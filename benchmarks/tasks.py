@@ -94,4 +94,5 @@ EXTENTS = {
     "llama": Extent(warmup=3, quick=12, full=30),
     "bert": Extent(warmup=3, quick=12, full=30),
     "mixer": Extent(warmup=3, quick=12, full=30),
+    "words": Extent(warmup=3, quick=8, full=20),
 }

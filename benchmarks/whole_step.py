@@ -19,9 +19,10 @@ from typing import Any
 from tabulate import tabulate
 from torch import Tensor
 
+from benchmarks.embedding_rows import WHOLE as WHOLE_EMBEDDINGS
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, link_or_loopback, sent_bytes
-from benchmarks.tasks import EXTENTS, WORKLOADS
+from benchmarks.tasks import EXTENTS, WORDS, WORKLOADS
 from benchmarks.variants import make_variants
 from benchmarks.workload import Workload
 from compiled_ddp import compile_step
@@ -45,6 +46,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "compile_step, bf16_compress, deferred": {"comm_hook": bf16_compress, "pipeline_updates": True},
     "compile_step, PowerSGD": {"comm_hook": PowerSGD()},
     "compile_step, TopK": {"comm_hook": TopK()},
+    f"compile_step, {WHOLE_EMBEDDINGS}": {"embedding_rows": False},
 }
 
 
@@ -159,10 +161,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", nargs="+", choices=[*WORKLOADS], default=["linears"])
+    parser.add_argument("--model", nargs="+", choices=[*WORKLOADS, WORDS.name], default=["linears"])
     parser.add_argument("--link", default=LOOPBACK, help="loopback, or a rate like 1gbit (root)")
     parser.add_argument("--loops", nargs="+", choices=make_variants(), default=LOOPS, metavar="NAME")
-    parser.add_argument("--whole", nargs="+", choices=WHOLE, default=[*WHOLE], metavar="NAME", help="whole steps")
+    by_default = [name for name in WHOLE if WHOLE_EMBEDDINGS not in name]
+    parser.add_argument("--whole", nargs="+", choices=WHOLE, default=by_default, metavar="NAME", help="whole steps")
     parser.add_argument("--steps", type=int, help="rounds, each one turn of every variant")
     parser.add_argument("--json", type=Path, default=OUTPUT)
     return parser.parse_args(arguments)

@@ -1,11 +1,10 @@
 """What is done to each gradient on its way into a sum over ranks, done where the gradient is produced."""
 
 import bisect
-import operator
 
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import is_elementwise, returns_views, written_arguments
+from compiled_ddp.passes.graph_edit import is_elementwise, memory_of, written_arguments
 from compiled_ddp.passes.ops import sum_over_ranks
 from compiled_ddp.passes.schedule_collectives import mutates
 
@@ -35,7 +34,7 @@ def finish_gradients(graph: Graph) -> None:
     for reduction in graph.find_nodes(op="call_function", target=sum_over_ranks):
         for gradient in reduction.args[0]:
             found = _between(gradient, reduction)
-            memory = {*map(_memory_of, _needed(found))}
+            memory = {*map(memory_of, _needed(found))}
             before = writes[: bisect.bisect(writes, place[gradient], key=place.__getitem__)]
             earlier = [write for write in before if _may_meet(written[write], memory)][-1:]
             begin = max(map(place.__getitem__, earlier), default=-1)
@@ -56,21 +55,7 @@ def _needed(found: set[Node]) -> set[Node]:
 
 def _written_by(write: Node) -> set[Node | None]:
     """What has made the memory that it mutates; None for what is not known."""
-    return {_memory_of(each) for each in written_arguments(write.target, write.args, write.kwargs) if each is not None}
-
-
-def _memory_of(value: Node) -> Node | None:
-    """What has made the memory in which a value lies; None where that is not known."""
-    while value.op == "call_function":
-        source = value.args[0] if value.target is operator.getitem else value
-        assert isinstance(source, Node)
-        if not returns_views(source):
-            break
-        owner, *others = written_arguments(source.target, source.args, source.kwargs) or source.args[:1]
-        if others or not isinstance(owner, Node):
-            return None
-        value = owner
-    return value
+    return {memory_of(each) for each in written_arguments(write.target, write.args, write.kwargs) if each is not None}
 
 
 def _may_meet(written: set[Node | None], memory: set[Node | None]) -> bool:

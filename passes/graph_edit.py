@@ -132,3 +132,17 @@ def returns_views(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     is_told = schema is not None and any(each.alias_info is not None for each in schema.returns)
     return is_told or node.target is _aten._unsafe_view.default
+
+
+def memory_of(value: Node) -> Node | None:
+    """What has made the memory in which a value lies; None where that is not known."""
+    while value.op == "call_function":
+        source = value.args[0] if value.target is operator.getitem else value
+        assert isinstance(source, Node)
+        if not returns_views(source):
+            break
+        owner, *others = written_arguments(source.target, source.args, source.kwargs) or source.args[:1]
+        if others or not isinstance(owner, Node):
+            return None
+        value = owner
+    return value

@@ -11,7 +11,7 @@ cannot tell refuses: the caller then applies the mean to each gradient instead, 
 """
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,6 +19,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import Argument, Node, Target
 
+from compiled_ddp.passes.graph_edit import memory_of
 from compiled_ddp.passes.linear_ops import LINEAR_OPS, LinearityRule
 from compiled_ddp.passes.ops import meets_other_ranks
 
@@ -61,7 +62,7 @@ def prove_linearity(
     degrees: dict[Node, _Degree] = {}
     try:
         for node in graph.nodes:
-            _refuse_hidden_effect(node, dependents)
+            _refuse_hidden_effect(node, dependents, degrees)
             if node not in ancestors:
                 continue
             degrees[node] = _Degree.LINEAR if node in scaled else _degree_of(node, degrees)
@@ -190,11 +191,12 @@ def _refuse_dtype(node: Node) -> None:
             raise _NotProvenError(node, f"depends on a tangent in {tensor.dtype}, which does not scale")
 
 
-def _refuse_hidden_effect(node: Node, dependents: set[Node]) -> None:
+def _refuse_hidden_effect(node: Node, dependents: set[Node], degrees: Mapping[Node, _Degree]) -> None:
     """Refuse what changes a value behind the propagation's back, whether or not its own result is used.
 
-    Writing an independent value into a graph input stays allowed (`copy_` of a buffer at the end of a graph): inputs
-    are independent before it and after it.
+    Writing an independent value into a graph input stays allowed (`copy_` of a buffer at the end of a graph), and into
+    memory that was made for independent values (as SiLU's derivative does, where nothing has functionalised it): they
+    are independent before it and after it. Not so what is zero, nor what shares its memory.
     """
     if node.op in ("call_method", "call_module"):
         raise _NotProvenError(node, "is not an ATen op, so its effects are not known")
@@ -207,10 +209,14 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node]) -> None:
     arguments = _arguments_by_name(node)
     written = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     for target in (arguments[name] for name in written if arguments[name] is not None):
-        if not isinstance(target, Node) or target.op != "placeholder":
+        if not isinstance(target, Node):
+            raise _NotProvenError(node, f"writes into {target}, which is not an input of the graph")
+        memory = memory_of(target)
+        is_made = memory is not None and memory.op == "call_function" and memory not in dependents
+        if target.op != "placeholder" and not (is_made and degrees.get(memory) in (None, _Degree.INDEPENDENT)):
             raise _NotProvenError(node, f"writes into {target}, which is not an input of the graph")
     if node in dependents:
-        raise _NotProvenError(node, "writes into an input of the graph while it depends on the tangents")
+        raise _NotProvenError(node, "writes into memory while it depends on the tangents")
 
 
 def _rule_of(target: Target) -> LinearityRule | None:

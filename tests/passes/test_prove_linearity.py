@@ -429,6 +429,34 @@ def test_writing_the_tangent_into_a_buffer_of_zeros_is_not_proven(built: HandBui
     assert proof.reason.startswith("copy__default: aten.copy_.default writes into zeros_default")
 
 
+def test_memory_made_for_saved_values_may_be_written_in_place(built: HandBuilt) -> None:
+    """As the derivative of SiLU has it where nothing has functionalised it: 1 - sigmoid."""
+    tangent, sigmoid = built.tangent(3), built.saved(3)
+    ones = built.call(aten.fill_.Scalar, built.call(aten.empty_like.default, sigmoid), 1.0)
+    difference = built.call(aten.sub_.Tensor, ones, sigmoid)
+    assert built.prove(built.call(aten.mul.Tensor, tangent, difference)).proven
+
+
+def test_zeros_that_are_written_are_none(built: HandBuilt) -> None:
+    """Read by their name, by that of a view, or written through a view that nobody reads."""
+    tangent, saved = built.tangent(3), built.saved(3)
+    zeros = built.call(aten.zeros.default, [3])
+    written = built.call(aten.add_.Tensor, zeros, saved)
+    assert "writes into zeros" in built.prove(built.call(aten.add.Tensor, tangent, zeros)).reason
+    assert "writes into zeros" in built.prove(built.call(aten.add.Tensor, tangent, written)).reason
+    other = HandBuilt()
+    tangent, zeros = other.tangent(3), other.call(aten.zeros.default, [3])
+    other.call(aten.fill_.Scalar, other.call(aten.view.default, zeros, [3]), 1.0)
+    assert "writes into view" in other.prove(other.call(aten.add.Tensor, tangent, zeros)).reason
+
+
+def test_memory_made_for_saved_values_is_no_place_for_a_tangent(built: HandBuilt) -> None:
+    tangent, memory = built.tangent(3), built.call(aten.empty_like.default, built.saved(3))
+    copied = built.call(aten.copy_.default, memory, tangent)
+    assert "while it depends on the tangents" in built.prove(copied).reason
+    assert "while it depends on the tangents" in built.prove(built.call(aten.neg.default, tangent)).reason
+
+
 def test_updating_a_graph_input_with_a_saved_value_does_not_stop_the_proof(built: HandBuilt) -> None:
     tangent = built.tangent(3)
     built.call(aten.copy_.default, built.saved(3), built.call(aten.ones.default, [3]))

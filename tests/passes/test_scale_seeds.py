@@ -68,6 +68,20 @@ def multiplied(graph: Graph) -> list[str]:
     return [str(node.args[0]) for node in halves]
 
 
+def test_what_a_derivative_writes_for_itself_is_no_hindrance() -> None:
+    """As SiLU's, of which every Llama has some; where it does not come from the seed."""
+
+    def one_minus_x(graph: Graph, seed: Node) -> Node:
+        (x,) = [node for node in graph.nodes if node.name == "x"]
+        ones = call(graph, aten.fill_.Scalar, call(graph, aten.empty_like.default, x), 1.0)
+        return call(graph, aten.mul.Tensor, seed, call(graph, aten.sub_.Tensor, ones, x))
+
+    graph = step(between=one_minus_x)
+    scale_seeds(graph)
+    assert multiplied(graph) == ["seed"]
+    torch.testing.assert_close(run(graph)[0], 0.5 * X * (1 - X))
+
+
 def test_factor_moves_to_the_seed_and_nothing_else_changes() -> None:
     graph = step(returns="loss")
     scale_seeds(graph)

@@ -211,12 +211,17 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node], degrees: Mapping[No
     for target in (arguments[name] for name in written if arguments[name] is not None):
         if not isinstance(target, Node):
             raise _NotProvenError(node, f"writes into {target}, which is not an input of the graph")
-        memory = memory_of(target)
-        is_made = memory is not None and memory.op == "call_function" and memory not in dependents
-        if target.op != "placeholder" and not (is_made and degrees.get(memory) in (None, _Degree.INDEPENDENT)):
+        if target.op != "placeholder" and not _is_independent(memory_of(target), dependents, degrees):
             raise _NotProvenError(node, f"writes into {target}, which is not an input of the graph")
     if node in dependents:
         raise _NotProvenError(node, "writes into memory while it depends on the tangents")
+
+
+def _is_independent(memory: Node | None, dependents: set[Node], degrees: Mapping[Node, _Degree]) -> bool:
+    """Whether what has made some memory has made it in this graph, and has put neither zeros nor tangents there."""
+    if memory is None or memory.op != "call_function" or memory in dependents:
+        return False
+    return degrees.get(memory) in (None, _Degree.INDEPENDENT)  # None where no gradient is made of it
 
 
 def _rule_of(target: Target) -> LinearityRule | None:

@@ -61,9 +61,9 @@ class ByRows:
         """Whether it is one of them, by this planner."""
         if name not in self.names or not self.is_planned:
             return name in self.names
-        nbytes = gradient.numel * gradient.dtype.itemsize
-        is_asked = isinstance(planner, OptimalBuckets)
-        return is_asked and rows_may_pay(gradient.size[0], nbytes, planner.link, planner.compute)
+        if not isinstance(planner, OptimalBuckets):
+            return False
+        return rows_may_pay(gradient.size[0], gradient.numel * gradient.dtype.itemsize, planner.link, planner.compute)
 
 
 @dataclass(frozen=True)

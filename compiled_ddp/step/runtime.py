@@ -644,8 +644,9 @@ class Runtime:
             self.enter()
             if self.under_way.steady is self._steady_graph:
                 alone = len(conductor.references) == 1
-                if self._steady_graph.reserve(call, None if alone else self._may_wait_for_first):
-                    return self._steady_graph
+                reserved = self._steady_graph.reserve(call, None if alone else self._may_wait_for_first)
+                if reserved is not None:
+                    return reserved
             backward = self.under_way.backward
             if backward is None:
                 self.under_way.run_locally(call)

@@ -382,43 +382,39 @@ class SteadyGraph(SteadyStep):
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that it fills
         self._riders: torch.Tensor | None = None  # when it has run
         self._of_graph: GraphGradients | None = None  # what it has returned then
-        self._found: Callable[[], GraphCall | None] = lambda: None  # the one whose graph is to run, as long as it lives
 
     def _finds_the_usual(self) -> bool:
         calls = self._reduction.live_calls()
-        if len(calls) != 1:
-            return False
-        (call,) = calls
-        self._found = weakref.ref(call)
         return (
-            not self._reduction.hooks.everywhere
+            len(calls) == 1
+            and not self._reduction.hooks.everywhere
             and not any(map(tensor_hooks_of, self._used))
             and all(map(requires_grad, self._used))
-            and call.fingerprint in self._reduction.agreed.graph_sections
-            and call.is_still_to_run()
-            and call.compile(folds=False) is None
+            and calls[0].fingerprint in self._reduction.agreed.graph_sections
+            and calls[0].is_still_to_run()
+            and calls[0].compile(folds=False) is None
         )
 
     def _may_be_steady(self, buffers: SequenceBuffers) -> bool:
         return [section.origin for section in buffers.sections] == ["graph"] and super()._may_be_steady(buffers)
 
     def begin(self, forwards: ForwardNumbers) -> None:
-        self.awaited = self._found()
+        self.awaited = self._reduction.live_calls()[0]
         super().begin(forwards)
 
     # ---- the graph that is about to run ------------------------------------------------------------------------------
 
-    def reserve(self, call: GraphCall, may_wait: Callable[[], bool] | None) -> bool:
-        """Whether the graph of `call`, which is about to run, is the awaited one, as it was planned, and reduces all.
+    def reserve(self, call: GraphCall, may_wait: Callable[[], bool] | None) -> "SteadyGraph | None":
+        """This, for the graph of `call`, which is about to run, if it is the awaited one, as it was planned.
 
         And if this rank `may_wait` for others in it now, which is asked only then, as it may cost a place in the order
         of several wrappers; None is for one alone.
         """
         is_planned = not call.undefined and call.fingerprint in self._reduction.agreed.graph_sections
         if self.awaited is not call or not is_planned or (may_wait is not None and not may_wait()):
-            return False
+            return None
         self.awaited = None
-        return True
+        return self
 
     def inputs(
         self, buckets: Iterable[int], compiled: Callable[..., object], fingerprint: str

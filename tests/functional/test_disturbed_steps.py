@@ -15,7 +15,7 @@ import test_whole_step as whole
 import torch
 import torch.distributed as dist
 from test_whole_step import Loop, Net, assert_same, batch
-from torch import nn
+from torch import Tensor, nn
 
 from compiled_ddp.comm_hooks import PowerSGD, StatefulHook, TopK
 from ranks import RankPool
@@ -83,15 +83,28 @@ NOTHING = ["nothing"] * 8
 NOT_WITHIN = ("frozen", "zero_grad")  # an update of several batches: an error, and what a loop holds in `.grad`
 
 
+class Worded(Net):
+    """With an embedding, of whose rows a batch uses few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(500, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + self.words(x.mul(100).long() % 500).square().mean()
+
+
 class Disturbed:
     """A step and its loop, to which the same is done."""
 
-    def __init__(self, rank: int, seed: int, mode: str, accumulate: int, **options: Any) -> None:
+    def __init__(
+        self, rank: int, seed: int, mode: str, accumulate: int, make: Callable[[], Net] = Net, **options: Any
+    ) -> None:
         self.rank, self.drawn, self.accumulate = rank, random.Random(seed), accumulate
         self.log: list[str] = []
         with whole.stepping_with(**MODES[mode], accumulate=accumulate):
             kind = "AdamW" if seed % 2 else "momentum"
-            self.step, self.loop = whole.both(kind, lambda: Net().double(), **options)
+            self.step, self.loop = whole.both(kind, lambda: make().double(), **options)
         self.rows, self.batches, self.calls = 5, 0, 0
 
     def run(self, events: int) -> None:
@@ -197,6 +210,11 @@ def test_what_users_do_between_steps_whose_hook_sends_everything(
 ) -> None:
     """In several buckets, so that what is kept of them moves where others are trained."""
     ranks2.run(_is_disturbed, 5, "plain", accumulate, {"comm_hook": hook, "bucket_cap_mb": 0.0001}, timeout_seconds=300)
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_users_do_between_steps_that_send_rows(ranks3: RankPool, accumulate: int) -> None:
+    ranks3.run(_is_disturbed, 6, "plain", accumulate, {"make": Worded, "embedding_rows": True}, timeout_seconds=300)
 
 
 @pytest.mark.parametrize("mode", ["pipelined", "both"])

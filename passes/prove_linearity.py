@@ -19,7 +19,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import Argument, Node, Target
 
-from compiled_ddp.passes.graph_edit import memory_of
+from compiled_ddp.passes.graph_edit import memory_of, returns_views, written_arguments
 from compiled_ddp.passes.linear_ops import LINEAR_OPS, LinearityRule
 from compiled_ddp.passes.ops import meets_other_ranks
 
@@ -102,7 +102,7 @@ def _degree_of(node: Node, degrees: dict[Node, _Degree]) -> _Degree:
     if node.op == "call_function":
         if node.target is operator.getitem and _degree_of_argument(node.args[1], degrees) is not _Degree.LINEAR:
             return _degree_of_argument(node.args[0], degrees)
-        rule = _rule_of(node.target)
+        rule = _rule_of(_out_of_place(node) or node.target)
         if rule is not None:
             return _apply(rule, node, degrees)
     for place, argument in _arguments_in_order(node):
@@ -196,7 +196,8 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node], degrees: Mapping[No
 
     Writing an independent value into a graph input stays allowed (`copy_` of a buffer at the end of a graph), and into
     memory that was made for independent values (as SiLU's derivative does, where nothing has functionalised it): they
-    are independent before it and after it. Not so what is zero, nor what shares its memory.
+    are independent before it and after it. Not so what is zero, nor what shares its memory. And what is written where
+    nothing else reads is no effect at all: `_out_of_place`.
     """
     if node.op in ("call_method", "call_module"):
         raise _NotProvenError(node, "is not an ATen op, so its effects are not known")
@@ -204,7 +205,7 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node], degrees: Mapping[No
         raise _NotProvenError(node, "meets other ranks, whose values may not be scaled")
     if isinstance(node.target, HigherOrderOperator) and not node.users:
         raise _NotProvenError(node, "is called for an effect that is not known")
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable or _out_of_place(node) is not None:
         return
     arguments = _arguments_by_name(node)
     written = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -215,6 +216,26 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node], degrees: Mapping[No
             raise _NotProvenError(node, f"writes into {target}, which is not an input of the graph")
     if node in dependents:
         raise _NotProvenError(node, "writes into memory while it depends on the tangents")
+
+
+def _out_of_place(node: Node) -> OpOverload | None:
+    """The op that does the same into memory of its own, where a node writes into what nothing else reads.
+
+    That is the result of one other node, which is no view. None where it is otherwise, and for ops that have no such
+    other one, or of which too little is known, as `set_`.
+    """
+    target = node.target
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable or not node.args:
+        return None
+    written, name = node.args[0], target._schema.name.removeprefix("aten::")
+    has_other = name.endswith("_") and written_arguments(target, node.args, node.kwargs) == [written]
+    if not has_other or not isinstance(written, Node) or written.op != "call_function" or len(written.users) > 1:
+        return None
+    if written.target is operator.getitem or (returns_views(written) and _out_of_place(written) is None):
+        return None
+    other = getattr(getattr(torch.ops.aten, name[:-1], None), target._overloadname, None)
+    is_known = other is not None and (torch.Tag.pointwise in other.tags or _rule_of(other) is not None)
+    return other if is_known else None
 
 
 def _is_independent(memory: Node | None, dependents: set[Node], degrees: Mapping[Node, _Degree]) -> bool:

@@ -437,6 +437,22 @@ def test_memory_made_for_saved_values_may_be_written_in_place(built: HandBuilt) 
     assert built.prove(built.call(aten.mul.Tensor, tangent, difference)).proven
 
 
+def test_what_is_written_where_nothing_else_reads_is_as_if_it_were_not_in_place(built: HandBuilt) -> None:
+    """As derivatives of GroupNorm and of an LSTM are, where nothing has functionalised them."""
+    tangent, saved = built.tangent(3), built.saved(3)
+    sums = built.call(aten.unsqueeze_.default, built.call(aten.mul.Tensor, tangent, saved), 0)
+    both = built.call(aten.add_.Tensor, sums, built.call(aten.neg.default, tangent))
+    assert built.prove(both).proven
+    assert not built.prove(built.call(aten.add_.Tensor, built.call(aten.neg.default, tangent), saved)).proven
+    other = HandBuilt()
+    negative = other.call(aten.neg.default, other.tangent(3))
+    other.call(aten.mul_.Tensor, negative, 2.0)
+    assert "writes into neg" in other.prove(negative, other.call(aten.neg.default, negative)).reason, "it is read"
+    again = HandBuilt()
+    view = again.call(aten.view.default, again.call(aten.neg.default, again.tangent(3)), [3])
+    assert "writes into view" in again.prove(again.call(aten.mul_.Tensor, view, 2.0)).reason
+
+
 def test_zeros_that_are_written_are_none(built: HandBuilt) -> None:
     """Read by their name, by that of a view, or written through a view that nobody reads."""
     tangent, saved = built.tangent(3), built.saved(3)
@@ -453,8 +469,17 @@ def test_zeros_that_are_written_are_none(built: HandBuilt) -> None:
 def test_memory_made_for_saved_values_is_no_place_for_a_tangent(built: HandBuilt) -> None:
     tangent, memory = built.tangent(3), built.call(aten.empty_like.default, built.saved(3))
     copied = built.call(aten.copy_.default, memory, tangent)
+    assert built.prove(copied).proven, "nothing but its result reads that"
+    read = built.call(aten.neg.default, memory)
     assert "while it depends on the tangents" in built.prove(copied).reason
+    assert "while it depends on the tangents" in built.prove(read).reason
     assert "while it depends on the tangents" in built.prove(built.call(aten.neg.default, tangent)).reason
+
+
+def test_an_op_that_takes_up_memory_of_another_is_not_proven(built: HandBuilt) -> None:
+    tangent, saved = built.tangent(3), built.saved(3)
+    taken = built.call(aten.set_.source_Tensor, built.call(aten.empty_like.default, saved), tangent)
+    assert not built.prove(taken).proven
 
 
 def test_updating_a_graph_input_with_a_saved_value_does_not_stop_the_proof(built: HandBuilt) -> None:

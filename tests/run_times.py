@@ -101,7 +101,7 @@ class _Graph(torch.autograd.Function):
                 graph = GraphRun(reserved, call.plan, gradients, rank.communicator, most=most)
                 if most <= len(call.plan.buckets):
                     graph.wait()  # as `wait_tensor` would, for whoever asks for a launched bucket
-                    reserved.break_off()
+                    graph.reserved.break_off()
                     raise Broken("an exception of the user's")
                 gradients = graph.complete()
         return None, None, None, *(gradients.get(index) for index in call.plan.indices)

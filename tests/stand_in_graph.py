@@ -28,16 +28,22 @@ class GraphRun:
 
         An exception ends it after `most` launches. Where no memory is `lent`, as on a GPU, it allocates its own.
         """
-        self.reserved, self.plan, self._communicator = reserved, plan, communicator
+        self.plan, self._communicator = plan, communicator
         missing = [index for index, gradient in gradients.items() if gradient is None]
         buckets, folded = range(len(plan.buckets)) if lent else (), list[Tensor]()
+        given: list[Tensor] | None = None
         if isinstance(reserved, SteadyGraph):
             assert not missing
-            riders, *self.flats = reserved.inputs(buckets)
+            given = reserved.inputs(buckets, GraphRun, plan.fingerprint)
+            reserved = reserved if given is not None else reserved.in_general()
+        if given is not None:
+            riders, *self.flats = given
         else:
+            assert isinstance(reserved, ReservedSection)
             folded += reserved.gradients_to_fold()
             self.flats = reserved.lend_buffers(buckets)
             riders = reserved.rider_values(missing)
+        self.reserved = reserved
         earlier = dict(zip(plan.indices, folded or [torch.zeros(())] * len(plan.indices), strict=True))
         self.flats = self.flats or [torch.empty(bucket.numel) for bucket in plan.buckets]
         self._works = []

@@ -126,7 +126,7 @@ def test_steps_like_those_before_them_are_steady_from_beginning_to_end(
     assert [type(one) for one in begun] == 6 * [SteadyHooks if step is ALL else SteadyGraph]
     assert not made_general
     for rank in ranks:
-        assert not rank.runtime._steady_graph._of_graph.addresses, "gradients are still held"
+        assert rank.runtime._steady_graph._of_graph is None, "gradients are still held"
         buckets = rank.runtime._steady_hooks._buckets if step is ALL else []
         assert all(not bucket.left for bucket in buckets), "gradients are still held"
 
@@ -280,7 +280,8 @@ def test_random_steps_in_a_graph_leave_the_same_bits_as_in_the_general_way(
     begun: list[SteadyStep],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options: dict[str, Any] = {"seldom": seldom, **({"bucket_cap_mb": 1e-6} if small_buckets else {})}
+    # The proof, which has met no compiled graph here, would leave each step to the general way.
+    options: dict[str, Any] = {"seldom": seldom, "verify": "off", **({"bucket_cap_mb": 1e-6} if small_buckets else {})}
     found = _gradients(two, seed, in_graph=True, **options)
     assert any(isinstance(one, SteadyGraph) for one in begun)
     begun.clear()
@@ -318,10 +319,10 @@ def _with_a_hook_in_the_graphs_way(
     rank: RunTime, act: Callable[[RunTime], object], graph: Sequence[int] = (2, 1, 0)
 ) -> None:
     """It runs when the graph's gradients have come, and autograd has accumulated the first of them."""
-    loss, first = rank.forward(graph=graph), rank.tensors[graph[0]]
+    first = rank.tensors[graph[0]]
     node = first.view_as(first).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    handle = node.register_hook(lambda *_: (act(rank), None)[1])
-    loss.backward()
+    handle = node.register_hook(lambda *_: (act(rank), None)[1])  # ahead of the forward, which looks for hooks
+    rank.forward(graph=graph).backward()
     handle.remove()
 
 
@@ -351,7 +352,7 @@ def test_a_graph_that_is_new_to_the_proof_is_run_in_the_general_way(two: Two, ma
         def reserved(call: Any) -> Any:
             section = reserve(call)
             assert isinstance(section, SteadyGraph)
-            assert not section.has_met(made_general.append, "a plan")
+            assert section.inputs((), made_general.append, "a plan") is None
             section = section.in_general()
             section.note_graph(made_general.append, "a plan", lambda share: _reference(looked, share))
             proof.forget_reference()  # a compiled graph is compared with it

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import compare
-from benchmarks.tasks import FORESEEN, LINEARS, SWITCH, WORKLOADS
+from benchmarks.tasks import FORESEEN, LINEARS, SWITCH, WORDS, WORKLOADS
 from benchmarks.variants import make_variants
 from benchmarks.workload import Workload
 from compiled_ddp.tools.comparison.measure import Contender
@@ -14,7 +14,7 @@ from ranks import RankPool
 
 
 def test_every_workload_has_an_extent() -> None:
-    assert list(compare.EXTENTS) == list(WORKLOADS | FORESEEN)
+    assert list(compare.EXTENTS) == [*(WORKLOADS | FORESEEN), WORDS.name]
 
 
 def test_short_runs_train_few_models_and_full_ones_all() -> None:

@@ -60,12 +60,15 @@ def prove_linearity(
     scaled = set(tangents)
     dependents = _dependents_of(graph, scaled) - _dependents_of(graph, own_launches)
     degrees: dict[Node, _Degree] = {}
+    out_of_place = _out_of_place(graph)
     try:
         for node in graph.nodes:
-            _refuse_hidden_effect(node, dependents, degrees)
+            if node not in out_of_place:
+                _refuse_hidden_effect(node, dependents, degrees)
             if node not in ancestors:
                 continue
-            degrees[node] = _Degree.LINEAR if node in scaled else _degree_of(node, degrees)
+            target = out_of_place.get(node, node.target)
+            degrees[node] = _Degree.LINEAR if node in scaled else _degree_of(node, target, degrees)
             if degrees[node] is _Degree.LINEAR:
                 _refuse_dtype(node)
         for gradient in gradients:
@@ -95,14 +98,14 @@ class _NotProvenError(Exception):
 _SCALABLE_DTYPES = frozenset({torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
-def _degree_of(node: Node, degrees: dict[Node, _Degree]) -> _Degree:
-    """The degree of a node that is not a tangent, from the degrees of its inputs."""
+def _degree_of(node: Node, target: Target, degrees: dict[Node, _Degree]) -> _Degree:
+    """The degree of a node that is not a tangent, from the degrees of its inputs: as if it called `target`."""
     if node.op in ("placeholder", "get_attr"):
         return _Degree.INDEPENDENT
     if node.op == "call_function":
-        if node.target is operator.getitem and _degree_of_argument(node.args[1], degrees) is not _Degree.LINEAR:
+        if target is operator.getitem and _degree_of_argument(node.args[1], degrees) is not _Degree.LINEAR:
             return _degree_of_argument(node.args[0], degrees)
-        rule = _rule_of(_out_of_place(node) or node.target)
+        rule = _rule_of(target)
         if rule is not None:
             return _apply(rule, node, degrees)
     for place, argument in _arguments_in_order(node):
@@ -196,8 +199,7 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node], degrees: Mapping[No
 
     Writing an independent value into a graph input stays allowed (`copy_` of a buffer at the end of a graph), and into
     memory that was made for independent values (as SiLU's derivative does, where nothing has functionalised it): they
-    are independent before it and after it. Not so what is zero, nor what shares its memory. And what is written where
-    nothing else reads is no effect at all: `_out_of_place`.
+    are independent before it and after it. Not so what is zero, nor what shares its memory.
     """
     if node.op in ("call_method", "call_module"):
         raise _NotProvenError(node, "is not an ATen op, so its effects are not known")
@@ -205,7 +207,7 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node], degrees: Mapping[No
         raise _NotProvenError(node, "meets other ranks, whose values may not be scaled")
     if isinstance(node.target, HigherOrderOperator) and not node.users:
         raise _NotProvenError(node, "is called for an effect that is not known")
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable or _out_of_place(node) is not None:
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return
     arguments = _arguments_by_name(node)
     written = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -218,20 +220,29 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node], degrees: Mapping[No
         raise _NotProvenError(node, "writes into memory while it depends on the tangents")
 
 
-def _out_of_place(node: Node) -> OpOverload | None:
-    """The op that does the same into memory of its own, where a node writes into what nothing else reads.
+def _out_of_place(graph: torch.fx.Graph) -> dict[Node, OpOverload]:
+    """For nodes that write into what nothing else reads, which is no effect, the ops that do the same out of place.
 
-    That is the result of one other node, which is no view. None where it is otherwise, and for ops that have no such
-    other one, or of which too little is known, as `set_`.
+    What they write into is the result of one other node, which is no view, or one of these. Not among them are ops of
+    which too little is known, as `set_`.
     """
-    target = node.target
-    if not isinstance(target, OpOverload) or not target._schema.is_mutable or not node.args:
-        return None
-    written, name = node.args[0], target._schema.name.removeprefix("aten::")
-    has_other = name.endswith("_") and written_arguments(target, node.args, node.kwargs) == [written]
-    if not has_other or not isinstance(written, Node) or written.op != "call_function" or len(written.users) > 1:
-        return None
-    if written.target is operator.getitem or (returns_views(written) and _out_of_place(written) is None):
+    found: dict[Node, OpOverload] = {}
+    for node in graph.nodes:
+        written = written_arguments(node.target, node.args, node.kwargs)
+        other = _other_op(node.target) if len(written) == 1 and written == [*node.args[:1]] else None
+        if other is not None and isinstance(written[0], Node) and len(written[0].users) == 1:
+            (memory,) = written
+            is_made = isinstance(memory.target, OpOverload) and not returns_views(memory)
+            if is_made or memory in found:
+                found[node] = other
+    return found
+
+
+def _other_op(target: Target) -> OpOverload | None:
+    """The op that returns what `target` writes into its first argument."""
+    assert isinstance(target, OpOverload)
+    name = target._schema.name.removeprefix("aten::")
+    if not name.endswith("_"):
         return None
     other = getattr(getattr(torch.ops.aten, name[:-1], None), target._overloadname, None)
     is_known = other is not None and (torch.Tag.pointwise in other.tags or _rule_of(other) is not None)

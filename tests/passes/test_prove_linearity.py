@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import aot_module, make_boxed_func
+from growth import assert_linear
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
@@ -451,6 +452,18 @@ def test_what_is_written_where_nothing_else_reads_is_as_if_it_were_not_in_place(
     again = HandBuilt()
     view = again.call(aten.view.default, again.call(aten.neg.default, again.tangent(3)), [3])
     assert "writes into view" in again.prove(again.call(aten.mul_.Tensor, view, 2.0)).reason
+
+
+def test_a_long_chain_of_writes_is_proven_in_as_many_steps(built: HandBuilt) -> None:
+    def prove(length: int) -> Callable[[], object]:
+        own = HandBuilt()
+        node = own.call(aten.neg.default, own.tangent(3))
+        for _ in range(length):
+            node = own.call(aten.mul_.Tensor, node, 2.0)
+        return lambda: own.prove(node)
+
+    assert prove(2000)() == LinearityProof(proven=True, reason="")  # more than Python has frames
+    assert_linear(prove)
 
 
 def test_zeros_that_are_written_are_none(built: HandBuilt) -> None:

@@ -1,5 +1,6 @@
 """[Note: steady step]: backwards like those before them, on two ranks in one process, and what turns them general."""
 
+import contextlib
 import random
 import unittest.mock
 import weakref
@@ -165,9 +166,11 @@ def test_a_grad_that_somebody_puts_where_no_rank_uses_any_is_what_it_is_in_the_g
     def errors() -> list[str]:
         ranks = steady(two, step, used=(0, 1), verify="off")
         begun.clear()
-        handles = [_when(rank, 0, assign) for rank in ranks] if step is FEW else []
-        act = step if step is FEW else lambda rank: _with_a_hook_in_the_graphs_way(rank, assign, graph=(1, 0))
-        found = [str(error) for error in together(ranks, act)]
+        if step is FEW_IN_GRAPH:
+            with _with_hooks_in_the_graphs_way(ranks, assign, graph=(1, 0)) as act:
+                return [str(error) for error in together(ranks, act)]
+        handles = [_when(rank, 0, assign) for rank in ranks]
+        found = [str(error) for error in together(ranks, step)]
         for handle in handles:
             handle.remove()
         return found
@@ -315,25 +318,30 @@ def test_one_that_is_asked_for_goes_on_where_it_stands(
     assert len(made_general) == many
 
 
-def _with_a_hook_in_the_graphs_way(
-    rank: RunTime, act: Callable[[RunTime], object], graph: Sequence[int] = (2, 1, 0)
-) -> None:
-    """It runs when the graph's gradients have come, and autograd has accumulated the first of them."""
-    first = rank.tensors[graph[0]]
-    node = first.view_as(first).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    handle = node.register_hook(lambda *_: (act(rank), None)[1])  # ahead of the forward, which looks for hooks
-    rank.forward(graph=graph).backward()
-    handle.remove()
+@contextlib.contextmanager
+def _with_hooks_in_the_graphs_way(
+    ranks: Sequence[RunTime], act: Callable[[RunTime], object], graph: Sequence[int] = (2, 1, 0)
+) -> Iterator[Callable[[RunTime], None]]:
+    """Yields a step. A hook runs when the graph's gradients have come, and autograd has accumulated the first of them.
+
+    All are registered ahead of all forwards, which look for hooks by a number that ranks in one process share.
+    """
+    firsts = [rank.tensors[graph[0]] for rank in ranks]
+    nodes = [first.view_as(first).grad_fn.next_functions[0][0] for first in firsts]  # type: ignore[union-attr]
+    handles = [
+        node.register_hook(lambda *_, rank=rank: (act(rank), None)[1]) for node, rank in zip(nodes, ranks, strict=True)
+    ]
+    yield lambda rank: rank.forward(graph=graph).backward()
+    for handle in handles:
+        handle.remove()
 
 
 def test_one_in_a_graph_that_is_asked_for_behind_it_goes_on_there(two: Two, made_general: list[SteadyStep]) -> None:
     ranks = steady(two, IN_GRAPH, verify="off")
     made_general.clear()
 
-    def ask(rank: RunTime) -> None:
-        _with_a_hook_in_the_graphs_way(rank, lambda rank: rank.runtime.under_way.backward)
-
-    assert together(ranks, ask) == [None, None]
+    with _with_hooks_in_the_graphs_way(ranks, lambda rank: rank.runtime.under_way.backward) as ask:
+        assert together(ranks, ask) == [None, None]
     assert len(made_general) == 2
     for rank in ranks:
         assert all(torch.equal(tensor.grad, mean(index)) for index, tensor in enumerate(rank.tensors))  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ from compiled_ddp.plan import ReductionKind
 from compiled_ddp.planning.assignment import BucketPolicy
 from compiled_ddp.planning.bucket_rule import BucketRule
 from compiled_ddp.planning.calibration import Calibration
-from compiled_ddp.planning.cost_model import rows_may_pay
 from compiled_ddp.planning.planners import MEBIBYTE, OptimalBuckets, Planner, SizedBuckets
 from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.reducers.averaging import Scaling
@@ -204,8 +203,7 @@ class Options(CompilerOptions, BucketOptions):
             raise ValueError(f"reduction must be 'mean', 'sum' or 'weighted', found {self.reduction!r}.")
         if self.comm_hook is not None and self.reduction != "mean":
             raise ValueError(f'a comm_hook returns the mean over ranks; leave out reduction="{self.reduction}".')
-        if not isinstance(self.embedding_rows, bool | None):
-            raise ValueError(f"embedding_rows must be True, False or None, found {self.embedding_rows!r}.")
+        check_embedding_rows(self.embedding_rows)
         if self.embedding_rows and (self.comm_hook is not None or self.naive):
             raise ValueError("a comm_hook reduces whole gradients: leave out embedding_rows=True.")
         check_comm_hook(self.comm_hook)
@@ -264,11 +262,7 @@ class Options(CompilerOptions, BucketOptions):
         """Whether the gradient of the embedding with this name, of so many rows and bytes, is."""
         if not self.may_send_rows or self.embedding_rows is not None:
             return bool(self.may_send_rows)
-        if isinstance(self.planner, SavedPlan):
-            return name in self.planner.by_rows
-        if isinstance(self.planner, OptimalBuckets):
-            return rows_may_pay(rows, nbytes, self.planner.link, self.planner.compute)
-        return False
+        return self.planner.sends_rows(name, rows, nbytes)
 
     def bucket_policy(self, world_size: int) -> BucketPolicy:
         """What all plans of a wrapper with these options have in common."""
@@ -308,6 +302,12 @@ def check_plan(plan: object) -> None:
     """Raise WrongKindError for what is neither a saved plan nor None."""
     if not isinstance(plan, SavedPlan | None):
         raise WrongKindError(f"plan must be a SavedPlan, as SavedPlan.load(path) returns, found {plan!r}.")
+
+
+def check_embedding_rows(wanted: object) -> None:
+    """Raise ValueError for what is neither True nor False nor None."""
+    if not isinstance(wanted, bool | None):
+        raise ValueError(f"embedding_rows must be True, False or None, found {wanted!r}.")
 
 
 def check_comm_hook(hook: object) -> None:

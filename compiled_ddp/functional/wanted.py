@@ -4,7 +4,6 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,9 +13,9 @@ from torch import Tensor
 from compiled_ddp.functional.on_buckets import OnBuckets, launch_zeros
 from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.passes.ops import gather_shares, sum_numbers, sum_over_ranks
-from compiled_ddp.plan import BucketPlan, GradientSpec
-from compiled_ddp.planning.cost_model import BackwardWork, Work, rows_may_pay
-from compiled_ddp.planning.planners import MEBIBYTE, OptimalBuckets, Planner, SizedBuckets
+from compiled_ddp.plan import BucketPlan, GradientSpec, rows_of
+from compiled_ddp.planning.cost_model import BackwardWork, Work
+from compiled_ddp.planning.planners import MEBIBYTE, Planner, SizedBuckets
 from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.ranks.progress import format_bucket
@@ -59,11 +58,8 @@ class ByRows:
 
     def has(self, gradient: GradientSpec, name: str, planner: Planner) -> bool:
         """Whether it is one of them, by this planner."""
-        if name not in self.names or not self.is_planned:
-            return name in self.names
-        if not isinstance(planner, OptimalBuckets):
-            return False
-        return rows_may_pay(gradient.size[0], gradient.numel * gradient.dtype.itemsize, planner.link, planner.compute)
+        is_one = name in self.names
+        return is_one and (not self.is_planned or planner.sends_rows(name, gradient.size[0], gradient.nbytes))
 
 
 @dataclass(frozen=True)
@@ -273,14 +269,14 @@ class Agreed:
         if by_rows is None:
             return specs
         return tuple(
-            replace(spec, row=math.prod(spec.size[1:])) if by_rows.has(spec, name, self.planner) else spec
+            spec.by_rows if by_rows.has(spec, name, self.planner) else spec
             for name, spec in zip(self.names, specs, strict=True)
         )
 
     @property
     def rows(self) -> set[int]:
         """How many elements the rows have by which some are sent."""
-        return {spec.row for spec in self.gradients if spec.row is not None}
+        return rows_of(self.gradients)
 
     @functools.cached_property
     def plan(self) -> BucketPlan:

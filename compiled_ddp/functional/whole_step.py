@@ -53,7 +53,7 @@ from compiled_ddp.functional.wanted import Agreed, ByRows
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.model.checks import check_model, check_writable, properties_of
 from compiled_ddp.model.managed import is_wrapper
-from compiled_ddp.options import check_comm_hook, check_compiler, check_plan, is_number
+from compiled_ddp.options import check_comm_hook, check_compiler, check_embedding_rows, check_plan, is_number
 from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.plan.sequence import described
 from compiled_ddp.planning.saved_plan import SavedPlan
@@ -65,7 +65,7 @@ from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.ranks.recorder import check_steps
 from compiled_ddp.ranks.row_sums import CountedRows
 from compiled_ddp.ranks.step_recorder import StepRecorder
-from compiled_ddp.report.explain import format_rows
+from compiled_ddp.report.explain import SUMMED_BY_ROWS, format_rows
 from compiled_ddp.report.step_times import MeasuredStep, StepTimes, predict_whole
 from compiled_ddp.report.timeline import Timeline, write_timeline
 from compiled_ddp.torch_private.dynamo import untraced
@@ -182,8 +182,7 @@ def _check_reduction(comm_hook: object, bucket_cap_mb: object, plan: object, dyn
 
 
 def _check_embedding_rows(embedding_rows: object, *, is_whole: bool) -> None:
-    if not isinstance(embedding_rows, bool | None):
-        raise ValueError(f"embedding_rows must be True, False or None, found {embedding_rows!r}.")
+    check_embedding_rows(embedding_rows)
     if embedding_rows and is_whole:
         raise ValueError(
             "shard_optimizer, pipeline_updates and a comm_hook take whole gradients: leave out embedding_rows=True."
@@ -266,7 +265,7 @@ def _begin(
         if options.plan is not None:
             options.plan.check(differentiated)
         if ranks.world_size > 1 and ranks.is_gloo:
-            by_rows = _by_rows(contents.by_rows, differentiated, options, embedding_rows)
+            by_rows = _by_rows(contents.by_rows, differentiated, embedding_rows)
         does: list[str] = []
         if comm_hook is not None:
             hook, does = hook_of_step(comm_hook, differentiated, ranks.world_size, scatters=options.is_scattered)
@@ -291,18 +290,11 @@ def _begin(
     return replace(options, hook=hook, by_rows=by_rows)
 
 
-def _by_rows(
-    embeddings: Mapping[str, Tensor], trained: Mapping[str, Tensor], options: Options, wanted: bool | None
-) -> ByRows | None:
-    """Which of the `embeddings` that are trained are sent by rows; `wanted` is None where that is to pay."""
+def _by_rows(embeddings: Mapping[str, Tensor], trained: Mapping[str, Tensor], wanted: bool | None) -> ByRows | None:
+    """Those of the `embeddings` that are trained, where they are sent by rows; `wanted` is as `embedding_rows`."""
     own = {id(weight) for weight in embeddings.values()}
-    names = {name for name, parameter in trained.items() if id(parameter) in own}
-    is_planned = wanted is None and options.plan is None
-    if wanted is None and options.plan is not None:
-        names.intersection_update(options.plan.by_rows)
-    if not names or wanted is False or (is_planned and options.bucket_cap_mb is not None):
-        return None
-    return ByRows(frozenset(names), is_planned)
+    names = frozenset(name for name, parameter in trained.items() if id(parameter) in own)
+    return ByRows(names, is_planned=wanted is None) if names and wanted is not False else None
 
 
 def _layout(
@@ -550,7 +542,7 @@ class TrainingStep:
         lines = [told, *(f"  {each}" for each in buckets)]
         for agreed in compiled.reductions:
             by_rows = format_rows(agreed.plan.buckets, agreed.names, self._counted_rows)
-            lines += (f"Summed by rows, of which zeros are not sent: {each}." for each in by_rows)
+            lines += map(SUMMED_BY_ROWS.format, by_rows)
         if self._accumulate > 1:
             lines.append(f"{self._accumulate} calls make an update; {self._batches} were made for the next one.")
         hook = self._graph.reduction.options.hook

@@ -112,10 +112,10 @@ class Contents:
 
         On the CPU, where the host knows which rows are not zero without making a device wait.
         """
-        weights = {name: self.trained[name] for name in self.trained if name in self.embeddings}
         return {
             name: weight
-            for name, weight in weights.items()
+            for name, weight in self.trained.items()
+            if name in self.embeddings
             if weight.is_cpu and weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
             if not weight.is_complex()
         }

@@ -31,6 +31,7 @@ from compiled_ddp.plan.buckets import (
     gradient_dtype,
     is_called,
     name_for_rows,
+    rows_of,
     share_elements,
     whole_of,
 )
@@ -66,7 +67,15 @@ from compiled_ddp.plan.sequence import (
 )
 
 __all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders"]
-__all__ += ["contiguous_stride", "gradient_dtype", "is_called", "name_for_rows", "share_elements", "whole_of"]
+__all__ += [
+    "contiguous_stride",
+    "gradient_dtype",
+    "is_called",
+    "name_for_rows",
+    "rows_of",
+    "share_elements",
+    "whole_of",
+]
 __all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED", "TOO_SMALL"]
 __all__ += ["BESIDE_TENSOR_HOOK", "TENSOR_HOOK"]
 __all__ += ["Origin", "ReductionSequence", "Section"]

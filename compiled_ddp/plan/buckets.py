@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -43,6 +43,16 @@ class GradientSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def by_rows(self) -> "GradientSpec":
+        """The same, of which rows that are zero are not sent."""
+        return replace(self, row=math.prod(self.size[1:]))
+
+
+def rows_of(gradients: Iterable[GradientSpec]) -> set[int]:
+    """How many elements the rows have by which some of them are sent."""
+    return {gradient.row for gradient in gradients if gradient.row is not None}
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:

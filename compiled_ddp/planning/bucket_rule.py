@@ -63,6 +63,9 @@ class BucketRule:
             return latest in self._trigger_names
         return numel >= self.elements
 
+    def sends_rows(self, name: str, rows: int, nbytes: int) -> bool:
+        return False
+
     def __str__(self) -> str:
         if self.delayed:
             return "One bucket for each dtype, launched when backward has ended."

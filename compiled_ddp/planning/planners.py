@@ -10,7 +10,7 @@ import torch
 
 from compiled_ddp.plan import GradientSpec
 from compiled_ddp.planning.calibration import Calibration
-from compiled_ddp.planning.cost_model import BackwardWork, Compute, Link, Readiness
+from compiled_ddp.planning.cost_model import BackwardWork, Compute, Link, Readiness, rows_may_pay
 from compiled_ddp.planning.optimal import optimal_buckets
 
 MEBIBYTE = 2**20  # what sizes of buckets are given in
@@ -48,6 +48,9 @@ class Planner(Protocol):
         A gradient is called `names[gradient.index]`, where names are known; `work` is what backward computes until
         each is ready, None if it has not been captured.
         """
+
+    def sends_rows(self, name: str, rows: int, nbytes: int) -> bool:
+        """Whether of the gradient of an embedding's weight, which is called so, the rows that are not zero are sent."""
 
     def __str__(self) -> str:
         """A sentence for `explain()`."""
@@ -90,6 +93,9 @@ class SizedBuckets:
                 closed[kind] += 1
         filled += open_buckets.values()
         return _in_launch_order(filled)
+
+    def sends_rows(self, name: str, rows: int, nbytes: int) -> bool:
+        return False
 
     def __str__(self) -> str:
         if self.naive:
@@ -201,6 +207,9 @@ class OptimalBuckets:
             if filled >= self.first_bytes:
                 return number
         return len(nbytes)
+
+    def sends_rows(self, name: str, rows: int, nbytes: int) -> bool:
+        return rows_may_pay(rows, nbytes, self.link, self.compute)
 
     def __str__(self) -> str:
         if math.isinf(self.link.bytes_per_second):

@@ -112,6 +112,9 @@ class SavedPlan:
         ordered.sort(key=lambda bucket: self._bucket_of[names[bucket[0][1].index]])
         return [[gradient for _, gradient in bucket] for bucket in ordered]
 
+    def sends_rows(self, name: str, rows: int, nbytes: int) -> bool:
+        return name in self.by_rows
+
     def __str__(self) -> str:
         return "Buckets are those of the plan that was given."
 

@@ -1,14 +1,13 @@
 """The parameters that a wrapper reduces, by the numbers that plans call them by."""
 
 import functools
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from compiled_ddp.formatting import format_names
-from compiled_ddp.plan import GradientSpec
+from compiled_ddp.plan import GradientSpec, rows_of
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,12 @@ class TrainedParameters:
     def gradient_now(self, index: int) -> GradientSpec:
         """What it looks like as the parameter is now, which may have been converted since `gradients` was asked."""
         spec = GradientSpec.of(index, self.tensors[index])
-        return replace(spec, row=math.prod(spec.size[1:])) if self.names[index] in self.by_rows else spec
+        return spec.by_rows if self.names[index] in self.by_rows else spec
 
     @property
     def rows(self) -> set[int]:
         """How many elements the rows have by which some are sent."""
-        return {spec.row for spec in self.gradients if spec.row is not None}
+        return rows_of(self.gradients)
 
     @functools.cached_property
     def on_cpu(self) -> bool:

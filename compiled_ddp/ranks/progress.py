@@ -201,7 +201,7 @@ class RankProgress:
         self._backward.awaits = position
 
     def graph_began(self, first: int, memory: Mapping[int, torch.Tensor] = _NO_MEMORY) -> None:
-        """A graph is about to launch the buckets from position `first` on; of `memory` is told in `graph_fills`."""
+        """A graph is about to launch the buckets from position `first` on, and fills `memory`, as in `graph_fills`."""
         self._backward.graph = _GraphRun(first, self.launches, _places_of(memory))
         self._thread = threading.get_ident()
 

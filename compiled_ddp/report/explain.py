@@ -29,6 +29,7 @@ Row = tuple[int, str, int, int, str, str]  # order, launched by, gradients, byte
 
 _TOLD_GAP = 0.01  # of a plan to the bound: less is not worth a line
 _NOT_PREDICTED = "Not predicted, as no link was measured: pass calibration=, from compiled_ddp.calibrate()."
+SUMMED_BY_ROWS = "Summed by rows, of which zeros are not sent: {}."
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Explanation:
                 f"backward: {', '.join(self.sparse)}."
             )
         if self.by_rows:
-            notes += "".join(f"\nSummed by rows, of which zeros are not sent: {line}." for line in self.by_rows)
+            notes += "".join(f"\n{SUMMED_BY_ROWS.format(line)}" for line in self.by_rows)
         if self.left_alone:
             notes += f"\nLeft alone, to be ignored or of a wrapper inside: {format_names(self.left_alone, 5)}."
         proof = f"\n{self.proof}" if self.proof else ""

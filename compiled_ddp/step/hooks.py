@@ -218,7 +218,8 @@ class GradientHooks:
         if registered == self.registered:
             return
         self.registered = registered
-        self.watch(torch_private.tensors.with_several_hooks(self._parameters))
+        if not self.everywhere:
+            self.watch(torch_private.tensors.with_several_hooks(self._parameters))
         self._defer_on_watched()
 
     def _defer_on_watched(self) -> None:

@@ -166,6 +166,29 @@ def test_a_plan_hides_the_link_behind_a_longer_backward_than_was_counted() -> No
     assert predict_plan(naively, nbytes, actual, GIGABIT).seconds > 1.06 * bound
 
 
+def test_a_bucket_is_worth_twice_what_it_costs() -> None:
+    """Four gradients, each of a second to compute and to send."""
+    work = BackwardWork(tuple(Work(float(n + 1)) for n in range(4)), Work(4.0))
+
+    def buckets(startup: float, host: float) -> int:
+        link = Link(startup, 1000.0, host)
+        return len(OptimalBuckets(link, Compute(1.0, 1.0)).fill(specs(*[250] * 4), (), work))
+
+    assert buckets(0.0, 0.0) == 4
+    # One bucket ends at 8. Of two the second's host is done at 4 + 2 * 2 * 0.9, or 1.1.
+    assert [buckets(0.0, host) for host in (0.9, 1.1)] == [2, 1]
+    # One ends at 8 + 2 * 1.4 = 10.8, or at 11.2; two at 2 + 2.8, behind which as much and 3 are left: at 10.6, or 11.4.
+    assert [buckets(startup, 0.0) for startup in (1.4, 1.6)] == [2, 1]
+
+
+def test_by_hooks_a_bucket_takes_python_too() -> None:
+    """Twice a tenth of a millisecond, which no graph takes: a backward of a millisecond is not cut in five."""
+    link, gradients = Link(0.0, 1e6), specs(*[25] * 10)
+    work = BackwardWork(tuple(Work(1e-4 * (n + 1)) for n in range(10)), Work(1e-3))
+    assert len(OptimalBuckets(link, Compute(1.0, 1.0)).fill(gradients, (), work)) == 10
+    assert len(OptimalBuckets(link, Compute(1.0, 1.0)).fill(gradients)) == 2
+
+
 def test_the_hardest_backward_is_as_long_as_its_communication_as_far_as_the_count_may_be_wrong() -> None:
     link = Link(0.0, 10.0)
     assert evenly(4, 3.0).hardest(link, 40, within=2.0).seconds == (1.0, 2.0, 3.0, 4.0)

@@ -32,6 +32,15 @@ class Link:
         """For what sends each rank its share alone, or gathers shares: half of what an all-reduce sends."""
         return replace(self, bytes_per_second=2 * self.bytes_per_second)
 
+    def with_host(self, seconds: float) -> "Link":
+        """On which each all-reduce takes so much more of what computes."""
+        return replace(self, host_seconds=self.host_seconds + seconds)
+
+    def dearer(self, factor: float) -> "Link":
+        """On which each all-reduce costs so many times as much, but for its bytes."""
+        costs = {"startup_seconds": self.startup_seconds * factor, "host_seconds": self.host_seconds * factor}
+        return replace(self, **costs)
+
     def __str__(self) -> str:
         return f"{_readable(self.startup_seconds * 1e6)} us + bytes / {_readable(self.bytes_per_second / 1e6)} MB/s"
 

@@ -132,6 +132,10 @@ _LARGEST_BYTES, _MOST_OF_ALL = 64 * MEBIBYTE, 1 / 16
 # too little of products in 16 bits: there only the proportions count.
 _UNCERTAIN = 2.0
 
+# So many times what it was measured to cost by itself a bucket has to be worth, as beside a backward threads wait for
+# processors, too. Without a graph Python launches it and writes back: so much was measured, on an AMD EPYC.
+_DEARER, _PYTHON_SECONDS = 2.0, 1e-4
+
 
 @dataclass(frozen=True)
 class OptimalBuckets:
@@ -166,7 +170,9 @@ class OptimalBuckets:
     ) -> list[list[GradientSpec]]:
         nbytes = _sent(gradients)
         within = _UNCERTAIN if all(gradient.device.type == "cpu" for gradient in gradients) else math.inf
-        return self.fill_for(gradients, self.readiness(gradients, work).hardest(self.link, nbytes, within=within))
+        readiness = self.readiness(gradients, work).hardest(self.link, nbytes, within=within)
+        link = self.link.with_host(_PYTHON_SECONDS) if work is None else self.link
+        return replace(self, link=link.dearer(_DEARER)).fill_for(gradients, readiness)
 
     def fill_for(self, gradients: Sequence[GradientSpec], readiness: Readiness) -> list[list[GradientSpec]]:
         """Buckets as `fill` has them, where it is known when the gradients are ready."""

@@ -38,6 +38,7 @@ _SHARE_OF_SIZE = 0.2  # of the link's time: the most that one round of the large
 _SHARE_OF_REPEATS = 0.2  # of a round: a small size is repeated in it, until it takes so much
 _MOST_REPEATS, _FEWEST_REPEATS = 10, 3
 _MOST_ROUNDS = 100
+_BUSY_ELEMENTS = 4096  # that one thread adds up
 
 
 def measure(communicator: Communicator, device: torch.device, *, seconds: float = SECONDS) -> Calibration:
@@ -147,6 +148,7 @@ class _Rounds:
         self._pieces = dict[int, list[torch.Tensor]]()  # of each size, so many as there are under way at once
         self._times = defaultdict[tuple[int, int], list[float]](list)  # by size and number at once
         self._host_times = list[float](), list[float]()  # of one of the smallest, and of some larger ones at once
+        self._busy = torch.zeros(_BUSY_ELEMENTS)
 
     def run(self, seconds: float) -> None:
         """As many sizes, and as many rounds of them, as there is time for."""
@@ -188,7 +190,7 @@ class _Rounds:
             for at_once in (_IN_FLIGHT, 1) * times:
                 keys.append((nbytes, at_once))
                 own.append(self._seconds(self._pieces[nbytes][:at_once]))
-        own.append(min(self._host_seconds(self._pieces[_SIZES[0]]) for _ in range(_FEWEST_REPEATS)))
+        own.append(statistics.median_low(self._host_seconds(piece) for piece in self._pieces[_SIZES[0]]))
         own.append(self._processor_seconds(self._pieces[self._larger]))
         end = time.perf_counter()
         *slowest, small, large, elapsed, last = self._agreement.largest([*own, end - self._began, end - begin])
@@ -210,9 +212,9 @@ class _Rounds:
     def host_seconds(self) -> tuple[float, float]:
         """What an all-reduce takes of the processors, however small it is, and for each byte.
 
-        Of the latter the median: how often threads that share a processor change places is no disturbance.
+        The medians: how often threads that share a processor change places is no disturbance.
         """
-        small, large = min(self._host_times[0]), statistics.median(self._host_times[1])
+        small, large = (statistics.median_low(times) for times in self._host_times)
         nbytes = _IN_FLIGHT * (self._larger - _SIZES[0])
         of_byte = (large - _IN_FLIGHT * small) / nbytes if self._agreement.device.type == "cpu" else 0.0
         return small, max(0.0, of_byte)
@@ -224,22 +226,22 @@ class _Rounds:
         _synchronize(self._agreement.device)  # there a wait only orders streams
         return time.perf_counter() - begin
 
-    def _host_seconds(self, pieces: Sequence[torch.Tensor]) -> float:
+    def _host_seconds(self, piece: torch.Tensor) -> float:
         """What one all-reduce takes of the processors: its launch, by this thread.
 
         And where tensors are in the CPU's memory, what other threads take to send and to add them while this one is
         busy, as in a backward: when it waits, waking up an idle processor is most of what they take, and varies by two.
+        Of one alone, as each bucket is launched by itself: several at once are served by a thread that is awake.
         """
         process, begin = time.process_time(), time.thread_time()
-        launched = self._launch(pieces)
+        (work,) = self._launch([piece])
         seconds = time.thread_time() - begin
         if self._agreement.device.type == "cpu":
-            while not all(work.is_completed() for work in launched):
-                pass
+            while not work.is_completed():
+                self._busy.add_(1.0)
             seconds += time.process_time() - process - (time.thread_time() - begin)
-        for work in launched:
-            work.wait()
-        return seconds / len(pieces)
+        work.wait()
+        return seconds
 
     def _processor_seconds(self, pieces: Sequence[torch.Tensor]) -> float:
         """What all of them at once take of the processors, by all threads: to send the bytes, and to add them."""

@@ -94,7 +94,7 @@ def _on_a_slow_link(rank: int, *seconds: float) -> list[Calibration]:
         patch.setattr(calibration._Computing, "run", lambda *_: None)
         patch.setattr(calibration._Computing, "best", lambda _: (1.0 + rank, 1.0))
         patch.setattr(calibration._Rounds, "_seconds", lambda _, pieces: this.send(pieces))
-        patch.setattr(calibration._Rounds, "_host_seconds", lambda _, pieces: pieces[0].nbytes * 1e-9 * (1 + rank))
+        patch.setattr(calibration._Rounds, "_host_seconds", lambda _, piece: piece.nbytes * 1e-9 * (1 + rank))
         patch.setattr(calibration._Rounds, "_processor_seconds", lambda _, each: this.nbytes(each) * 1e-9 * (1 + rank))
         patch.setattr(calibration.time, "perf_counter", this.now)
         return [calibration.measure(communicator, torch.device("cpu"), seconds=each) for each in seconds]

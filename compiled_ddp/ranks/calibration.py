@@ -25,7 +25,7 @@ from compiled_ddp.ranks import pretended
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.telling.slow_work import SlowWork
 
-SECONDS, QUICK_SECONDS = 3.0, 0.3  # what a calibration takes that is asked for, and one while a model is wrapped
+SECONDS, QUICK_SECONDS = 3.0, 0.5  # what a calibration takes that is asked for, and one while a model is wrapped
 
 _log = logging.getLogger(__name__)
 

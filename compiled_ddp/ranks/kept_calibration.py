@@ -25,7 +25,7 @@ from compiled_ddp.ranks.communicator import Communicator
 
 _log = logging.getLogger(__name__)
 
-_NOTED_BYTES = 64 * 1024, 4 * 2**20  # all-reduces by which links are compared
+_NOTED_BYTES = 256 * 1024, 4 * 2**20  # all-reduces by which links are compared
 _NEAR = 2.0  # so much larger or smaller is the same machine on another day
 _MOST_KEPT = 32  # links and devices in one folder
 
@@ -125,7 +125,8 @@ def _is_of(one: Calibration, other: Calibration) -> bool:
 def _is_near(one: Calibration, other: Calibration) -> bool:
     """By what small and large all-reduces take, and by how fast ranks compute.
 
-    Not by the start-up alone: on a slow link it is measured as anything between nothing and a tenth of a small one.
+    Not by the start-up alone: on a slow link it is measured as anything between nothing and a tenth of a small one, and
+    on a fast one it varies by three, as waking up a processor is part of it.
     """
 
     def times(each: Calibration) -> list[float]:

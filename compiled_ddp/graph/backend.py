@@ -21,13 +21,23 @@ from compiled_ddp.model.managed import given_parameters
 
 
 def _structure(module: nn.Module) -> Hashable:
-    """What equal models have in common: the classes of their parts, and their parameters' and buffers' shapes."""
-    parts = tuple((name, type(part)) for name, part in module.named_modules(remove_duplicate=False))
-    tensors = (
-        *nn.Module.named_parameters(module, remove_duplicate=False),
-        *nn.Module.named_buffers(module, remove_duplicate=False),
-        *given_parameters([*module.named_modules()]),
+    """What equal models have in common: the classes of their parts, and their parameters' and buffers' shapes.
+
+    Each part once, as one may know its parent, with what it calls the parts that it has.
+    """
+    every = [*module.named_modules()]
+    names = {id(part): name for name, part in every}
+    parts = tuple(
+        (name, type(part), tuple((child, names.get(id(of_it))) for child, of_it in part._modules.items()))
+        for name, part in every
     )
+    tensors = [
+        (f"{name}.{key}", tensor)
+        for name, part in every
+        for key, tensor in (*part._parameters.items(), *part._buffers.items())
+        if tensor is not None
+    ]
+    tensors += given_parameters(every)
     return parts, tuple((name, tensor.shape, tensor.dtype, tensor.device.type) for name, tensor in tensors)
 
 

@@ -141,6 +141,31 @@ def test_a_capture_of_two_parameters_serves_a_model_whose_two_are_tied(ranks2: R
     ranks2.run(_tied_after_untied, **LIMITS)
 
 
+class KnowsItsParent(nn.Module):
+    """Which torch registers as one of its parts: a walk that enters each part by each of its names has no end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.one.parent = self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(self.one(x)))
+
+
+def _knows_its_parent(rank: int) -> None:
+    before = graphs_captured()
+    for _ in range(2):
+        ddp = compile_ddp(KnowsItsParent(), backend="aot_eager", strict=True)
+        for step in range(2):
+            assert_step(ddp, loss_at(row_batch(rank, step)))
+    assert graphs_captured() == before + 1
+
+
+def test_a_part_may_know_its_parent(ranks2: RankPool) -> None:
+    ranks2.run(_knows_its_parent)
+
+
 def _unlike_plans(rank: int) -> None:
     with backwards_rewritten() as rewritten:
         for bucket_cap_mb in (None, 1e-5, 1e-5):

@@ -37,10 +37,9 @@ class Deferred:
     waits: Callable[[], bool]
 
     @torch_private.dynamo.untraced
-    def __call__(self, parameter: torch.Tensor) -> None:
+    def __call__(self, parameter: torch.Tensor) -> object:
         self.comes()
-        if not self.waits():
-            self.hook(parameter)
+        return None if self.waits() else self.hook(parameter)  # autograd refuses what a hook returns
 
 
 def defer(parameter: torch.Tensor, own_id: int, comes: Callable[[], None], waits: Callable[[], bool]) -> None:
@@ -57,10 +56,13 @@ def defers_any(parameter: torch.Tensor) -> bool:
 
 
 def run_deferred(parameter: torch.Tensor) -> None:
-    """Call the users' hooks of `parameter`, in the order of their registration: its .grad is reduced now."""
+    """Call the users' hooks of `parameter`, in the order of their registration: its .grad is reduced now.
+
+    Raises RuntimeError, as autograd does, where one returns something, which is no gradient.
+    """
     for hook in list(torch_private.tensors.post_accumulate_hooks(parameter).values()):
-        if isinstance(hook, Deferred):
-            hook.hook(parameter)
+        if isinstance(hook, Deferred) and hook.hook(parameter) is not None:
+            raise RuntimeError("Tensor post accumulate grad hooks should return None: change .grad in place.")
 
 
 def restore(parameter: torch.Tensor) -> None:

@@ -148,8 +148,12 @@ def test_a_hook_that_counts_its_calls_in_python_is_refused() -> None:
 def _optimizer_in_hooks(rank: int, wrapper: str) -> list[Tensor]:
     """Hooks that step without torch.no_grad(), as autograd calls them with grad mode off."""
     ddp = wrappers([wrapper])[wrapper](nn.Linear(5, 3))
+
+    def descend(parameter: Tensor) -> None:
+        parameter -= 0.01 * parameter.grad
+
     for parameter in ddp.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: p.sub_(p.grad, alpha=0.01))
+        parameter.register_post_accumulate_grad_hook(descend)
     for step in range(4):
         ddp.zero_grad()
         if step == 2 and rank == 1:

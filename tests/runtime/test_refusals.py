@@ -1,5 +1,6 @@
 """What is refused in the middle of training: an error that says what to do, and a step after it that is right."""
 
+import contextlib
 import copy
 import warnings
 
@@ -301,6 +302,23 @@ def _late_hook(rank: int) -> None:
 
 def test_a_post_accumulate_hook_that_comes_in_the_middle_of_a_backward_is_refused(ranks2: RankPool) -> None:
     ranks2.run(_late_hook)
+
+
+def _hook_returns(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    handle = ddp.module.first.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul(0.5))  # not mul_
+    for where in (ddp.no_sync(), contextlib.nullcontext()):
+        with where, pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
+            loss_of(ddp, row_batch(rank, 0)).backward()
+        ddp.zero_grad()
+    handle.remove()
+    step(ddp, rank, 1)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_post_accumulate_hook_that_returns_something_is_refused(ranks2: RankPool, wrapper: str) -> None:
+    """As by autograd: in a local backward by itself, and behind a synchronised one, where such hooks are called later."""
+    ranks2.run(_hook_returns, wrapper)
 
 
 def _assigns(rank: int, wrapper: str) -> None:

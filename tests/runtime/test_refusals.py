@@ -317,7 +317,7 @@ def _hook_returns(rank: int, wrapper: str) -> None:
 
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_a_post_accumulate_hook_that_returns_something_is_refused(ranks2: RankPool, wrapper: str) -> None:
-    """As by autograd: in a local backward by itself, and behind a synchronised one, where such hooks are called later."""
+    """As by autograd: by itself in a local backward, and behind a synchronised one, where such hooks are called."""
     ranks2.run(_hook_returns, wrapper)
 
 

@@ -148,7 +148,7 @@ class _Rounds:
         self._pieces = dict[int, list[torch.Tensor]]()  # of each size, so many as there are under way at once
         self._times = defaultdict[tuple[int, int], list[float]](list)  # by size and number at once
         self._host_times = list[float](), list[float]()  # of one of the smallest, and of some larger ones at once
-        self._busy = torch.zeros(_BUSY_ELEMENTS)
+        self._busy = torch.zeros(_BUSY_ELEMENTS, dtype=torch.float32, device="cpu")
 
     def run(self, seconds: float) -> None:
         """As many sizes, and as many rounds of them, as there is time for."""

@@ -126,7 +126,7 @@ def test_what_a_folder_was_filled_for_is_taken_unmeasured(ranks2: RankPool, tmp_
 
 
 def recorded() -> list[Calibration]:
-    """Twenty measured in a row on one busy machine, two ranks on loopback, AMD EPYC, 2026-12-01, 0.5 s each."""
+    """Twenty measured in a row on one busy machine, two ranks on loopback, Intel Xeon, 2026-12-01, 0.5 s each."""
     numbers = json.loads(Path(__file__).with_name("recorded_calibrations.json").read_text())
     return [Calibration("gloo", 2, 1, "cpu", Link(*each[:5]), Compute(*each[5:])) for each in numbers]
 

@@ -133,7 +133,7 @@ _LARGEST_BYTES, _MOST_OF_ALL = 64 * MEBIBYTE, 1 / 16
 _UNCERTAIN = 2.0
 
 # So many times what it was measured to cost by itself a bucket has to be worth, as beside a backward threads wait for
-# processors, too. Without a graph Python launches it and writes back: so much was measured, on an AMD EPYC.
+# processors, too. Without a graph Python launches it and writes back: so much was measured, on an Intel Xeon.
 _DEARER, _PYTHON_SECONDS = 2.0, 1e-4
 
 
